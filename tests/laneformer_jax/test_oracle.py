@@ -90,28 +90,28 @@ def test_golden_names_and_shapes_are_the_table(golden):
     assert {n: a.shape for n, a in golden.weights.items()} == tensor_shapes(golden.config)
 
 
-TINY = dict(
-    hidden_size=16,
-    num_hidden_layers=5,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    intermediate_size=24,
-    vocab_size=24,
-    num_lanes=4,
-    broadcast_delay=2,
-)
+TINY = {
+    "hidden_size": 16,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 24,
+    "vocab_size": 24,
+    "num_lanes": 4,
+    "broadcast_delay": 2,
+}
 
 
 @pytest.mark.parametrize(
     "fields",
     [
-        dict(early_broadcast=False),
-        dict(final_own_scale="sqrt_lanes", use_early_comm=False, lm_head_type="lane"),
-        dict(use_attention_comm=False, use_mlp_comm=True, replicated_rmsn_scale=False),
-        dict(use_attention_comm=True, use_mlp_comm=False, lm_head_type="vocab_parallel"),
-        dict(sliding_window=3, swa_layers=[0, 3], tie_word_embeddings=True),
-        dict(num_lanes=1, num_hidden_layers=2, head_dim=6, pre_norm_lane_agg=True),
-        dict(num_lanes=2, qk_norm=True),
+        {"early_broadcast": False},
+        {"final_own_scale": "sqrt_lanes", "use_early_comm": False, "lm_head_type": "lane"},
+        {"use_attention_comm": False, "use_mlp_comm": True, "replicated_rmsn_scale": False},
+        {"use_attention_comm": True, "use_mlp_comm": False, "lm_head_type": "vocab_parallel"},
+        {"sliding_window": 3, "swa_layers": [0, 3], "tie_word_embeddings": True},
+        {"num_lanes": 1, "num_hidden_layers": 2, "head_dim": 6, "pre_norm_lane_agg": True},
+        {"num_lanes": 2, "qk_norm": True},
     ],
     ids=lambda fields: "-".join(fields),
 )
@@ -140,29 +140,29 @@ ROOT2 = math.sqrt(2)
 
 
 @pytest.mark.parametrize(
-    "fields, want",
+    ("fields", "want"),
     [
         # Lane 0 of two after four layers, delay 1: how often it has heard each layer's output,
         # its own and the other lane's.
         ({}, ([1, 1, 1, 1], [2, 1, 1, 0])),
-        (dict(early_broadcast=False), ([1, 1, 1, 1], [1, 1, 1, 0])),
-        (dict(use_early_comm=False), ([ROOT2, 1, 1, 1], [1, 1, 1, 0])),
-        (dict(use_early_comm=False, early_broadcast=False), ([ROOT2, 1, 1, 1], [1, 1, 1, 0])),
-        (dict(final_own_scale="sqrt_lanes"), ([1, 1, 1, ROOT2], [2, 1, 1, 0])),
-        (dict(use_comm=False), ([1, ROOT2, ROOT2, ROOT2], [1, 0, 0, 0])),
-        (dict(use_comm=False, use_early_comm=False), ([ROOT2] * 4, [0] * 4)),
-        (dict(broadcast_delay=2), ([1, 1, 1, 1], [2, 2, 0, 0])),
-        (dict(broadcast_delay=2, use_early_comm=False), ([ROOT2, ROOT2, 1, 1], [1, 1, 0, 0])),
+        ({"early_broadcast": False}, ([1, 1, 1, 1], [1, 1, 1, 0])),
+        ({"use_early_comm": False}, ([ROOT2, 1, 1, 1], [1, 1, 1, 0])),
+        ({"use_early_comm": False, "early_broadcast": False}, ([ROOT2, 1, 1, 1], [1, 1, 1, 0])),
+        ({"final_own_scale": "sqrt_lanes"}, ([1, 1, 1, ROOT2], [2, 1, 1, 0])),
+        ({"use_comm": False}, ([1, ROOT2, ROOT2, ROOT2], [1, 0, 0, 0])),
+        ({"use_comm": False, "use_early_comm": False}, ([ROOT2] * 4, [0] * 4)),
+        ({"broadcast_delay": 2}, ([1, 1, 1, 1], [2, 2, 0, 0])),
+        ({"broadcast_delay": 2, "use_early_comm": False}, ([ROOT2, ROOT2, 1, 1], [1, 1, 0, 0])),
         (
-            dict(broadcast_delay=3, final_own_scale="sqrt_lanes"),
+            {"broadcast_delay": 3, "final_own_scale": "sqrt_lanes"},
             ([1, 1, 1, ROOT2], [2, 1, 1, 0]),
         ),
-        (dict(broadcast_delay=9), ([1] * 4, [1] * 4)),
+        ({"broadcast_delay": 9}, ([1] * 4, [1] * 4)),
     ],
     ids=str,
 )
 def test_what_a_lane_hears(fields, want):
-    config = dict(num_lanes=2, num_hidden_layers=4, broadcast_delay=1) | fields
+    config = {"num_lanes": 2, "num_hidden_layers": 4, "broadcast_delay": 1} | fields
     own, other = np.eye(8)[:4], np.eye(8)[4:]  # one axis for each lane's output of each layer
     x, outputs = [np.zeros(8)] * 2, []
     for i in range(4):
@@ -173,43 +173,42 @@ def test_what_a_lane_hears(fields, want):
 
 
 def test_modules_communicate_separately():
-    config = dict(num_lanes=4, num_hidden_layers=4, broadcast_delay=1)
+    config = {"num_lanes": 4, "num_hidden_layers": 4, "broadcast_delay": 1}
     for attention, mlp in ((True, False), (False, True)):
-        fields = dict(use_comm=True, use_attention_comm=attention, use_mlp_comm=mlp)
+        fields = {"use_comm": True, "use_attention_comm": attention, "use_mlp_comm": mlp}
         rules = [Exchange.of(config | fields, 2, module) for module in MODULES]
         assert [r.past is not None for r in rules] == [attention, mlp]
         assert [r.own for r in rules] == [1 if attention else 2, 1 if mlp else 2]
 
 
 @pytest.mark.parametrize(
-    "fields, sliding",
+    ("fields", "sliding"),
     [
-        (dict(), []),
-        (dict(sliding_window_n_layers=2), [0, 1]),
-        (dict(sliding_window_n_layers=-2), [3, 4]),
-        (dict(sliding_window_n_layers=5, unclamped_layers=[1, 3]), [0, 2, 4]),
-        (dict(swa_layers=[0, 4]), [0, 4]),
-        (dict(swa_layers=[]), []),
+        ({}, []),
+        ({"sliding_window_n_layers": 2}, [0, 1]),
+        ({"sliding_window_n_layers": -2}, [3, 4]),
+        ({"sliding_window_n_layers": 5, "unclamped_layers": [1, 3]}, [0, 2, 4]),
+        ({"swa_layers": [0, 4]}, [0, 4]),
+        ({"swa_layers": []}, []),
     ],
 )
 def test_which_layers_slide(fields, sliding):
-    config = dict(num_hidden_layers=5, sliding_window=7) | fields
+    config = {"num_hidden_layers": 5, "sliding_window": 7} | fields
     assert [i for i in range(5) if window_of_layer(config, i)] == sliding
 
 
 def test_llama3_rope_scaling():
     """Kept below 2048 positions a turn, divided by 8 above 8192, in proportion between."""
-    scaling = dict(
-        rope_type="llama3",
-        factor=8.0,
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-        original_max_position_embeddings=8192,
-    )
-    plain = rope_angles(dict(rope_theta=500000.0), 128, np.ones((1, 1)))[0, 0]
-    scaled = rope_angles(dict(rope_theta=500000.0, rope_scaling=scaling), 128, np.ones((1, 1)))[
-        0, 0
-    ]
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    one, base = np.ones((1, 1)), {"rope_theta": 500000.0}
+    plain = rope_angles(base, 128, one)[0, 0]
+    scaled = rope_angles(base | {"rope_scaling": scaling}, 128, one)[0, 0]
     wave = 2 * np.pi / plain
     np.testing.assert_allclose(scaled[wave < 2048], plain[wave < 2048])
     np.testing.assert_allclose(scaled[wave > 8192], plain[wave > 8192] / 8)

@@ -1,9 +1,9 @@
 """Laneformer in plain numpy float64: what the library is judged by.
 
 Written from the rules, lane by lane, for reading and not for speed. It knows nothing of the library
-and uses no JAX. Inputs are a dict of tensors under their Hugging Face names and a config.json dict of
-either generation of the public code. Every function of the mathematics returns its value and `back`,
-its hand-written transpose.
+and uses no JAX. Inputs are a dict of tensors under their Hugging Face names and a config.json dict
+of either generation of the public code. Every function of the mathematics returns its value and
+`back`, its hand-written transpose.
 
 Shapes: B batch, S sequence, D hidden, H heads of one lane, K kv heads of one lane, d head size,
 F ffn of one lane, V vocabulary, N layers, L lanes. A lane is an element of a Python list.
@@ -220,7 +220,7 @@ class Exchange:
 
 
 def head(t: dict[str, Array], config: dict, x: list[Array]):
-    """Final norm and output layer: logits, final hidden, and back(dlogits, grads) -> dx per lane."""
+    """Final norm and output layer: logits, final hidden, back(dlogits, grads) -> dx per lane."""
     eps, lanes = config.get("norm_eps", 1e-5), len(x)
     kind = config.get("lm_head_type", "replicate")
     flat_name = "lm_head.weight" if "lm_head.weight" in t else "model.tok_embeddings.weight"
