@@ -14,7 +14,7 @@ class UserError(ValueError):
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:
-    """`" (did you mean 'x'?)"` for the allowed name closest to `name`, or `""` when none is close."""
+    """`" (did you mean 'x'?)"` for the allowed name closest to `name`; `""` when none is close."""
     names = list(allowed)
     folded = {candidate.lower(): candidate for candidate in names}
     match = difflib.get_close_matches(name.lower(), folded, n=1, cutoff=0.6)

@@ -96,8 +96,9 @@ class _Lines:
         counted = self._done - self._start
         count = f"{self._done}" if self._total is None else f"{self._done}/{self._total}"
         parts = [f"{self._description}: {count} {self._unit}", f"{_clock(elapsed)} elapsed"]
-        if self._total is not None and 0 < self._total - self._done and counted > 0:
-            parts.append(f"ETA {_clock(elapsed / counted * (self._total - self._done))}")
+        left = 0 if self._total is None else self._total - self._done
+        if left > 0 and counted > 0:
+            parts.append(f"ETA {_clock(elapsed / counted * left)}")
         if self._fields:
             parts.append(_show(self._fields))
         print(", ".join(parts), file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
 """Run settings: YAML files and `a.b=value` overrides into frozen dataclasses.
 
 Settings are plain `@dataclass(frozen=True)` classes; pydantic reads their annotations. YAML is read
-by the 1.2 core rules: `1e-3` is a number, `no` and `off` are text, `010` is not octal.
+by the rules of `yaml12`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 import pydantic
-import yaml
 
+from laneformer_jax import yaml12
 from laneformer_jax.errors import UserError, nearest
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ def load(
     Raises:
         UserError: one line naming the file or override, the field, its value and what is allowed.
     """
-    data = _with_defaults(cls, {} if path is None else _read(Path(path)))
+    data = _completed(cls, {} if path is None else yaml12.read_mapping(Path(path)))
     given = {}
     for text in overrides:
         key, value = _parse_override(text)
@@ -54,7 +54,7 @@ def load(
 
 def from_dict(cls: type[T], data: Mapping[str, Any], source: str = "") -> T:
     """Build the dataclass `cls` from plain data; `source` names it in errors. Raises UserError."""
-    return _build(cls, _with_defaults(cls, data), source, {})
+    return _build(cls, _completed(cls, data), source, {})
 
 
 def to_dict(obj: Any) -> Any:
@@ -72,7 +72,7 @@ def to_dict(obj: Any) -> Any:
 
 def to_yaml(obj: Any) -> str:
     """YAML text of a settings object; `load` reads it back to an equal one."""
-    return yaml.dump(to_dict(obj), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return yaml12.dump(to_dict(obj))
 
 
 def configs_dir() -> Path:
@@ -99,82 +99,6 @@ def find_config(name: str | os.PathLike[str]) -> Path:
     )
 
 
-# YAML
-
-
-class _Loader(yaml.SafeLoader):
-    """Safe YAML with 1.2 core scalars; duplicate keys are refused."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if key.value in seen and key.tag != "tag:yaml.org,2002:merge":
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"key {key.value!r} is given twice", key.start_mark
-                )
-            if isinstance(key, yaml.ScalarNode):
-                seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes what `_Loader` would read as something else than text."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-_NUMBER_START = list("-+.0123456789")
-_SCALARS: list[tuple[str, str, list[str]]] = [
-    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-    ("int", r"[-+]?(0|[1-9][0-9_]*)|0x[0-9a-fA-F]+|0o[0-7]+", _NUMBER_START),
-    (
-        "float",
-        r"[-+]?([0-9][0-9_]*\.[0-9]*|\.[0-9]+|[0-9][0-9_]*)([eE][-+]?[0-9]+)?"
-        r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
-        _NUMBER_START,
-    ),
-    ("merge", r"<<", ["<"]),
-]
-for _class in (_Loader, _Dumper):
-    _class.yaml_implicit_resolvers = {}
-    for _tag, _pattern, _first in _SCALARS:
-        _class.add_implicit_resolver(
-            f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), _first
-        )
-_Loader.add_constructor(
-    "tag:yaml.org,2002:int",
-    lambda loader, node: int(loader.construct_scalar(node).replace("_", ""), 0),
-)
-
-
-def _read(path: Path) -> Any:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from None
-    data = _parse(text, str(path))
-    if data is None:
-        return {}
-    if not isinstance(data, dict):
-        raise UserError(f"{path}: must hold a mapping of settings, not {_show(data)}")
-    return data
-
-
-def _parse(text: str, source: str) -> Any:
-    try:
-        return yaml.load(text, Loader=_Loader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
-        raise UserError(f"{source}{where}: not valid YAML: {error.problem}") from None
-    except yaml.YAMLError as error:
-        raise UserError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from None
-
-
 # Overrides and defaults
 
 
@@ -183,69 +107,70 @@ def _parse_override(text: str) -> tuple[str, Any]:
     key = key.strip()
     if not equals or not all(key.split(".")):
         raise UserError(f"{text!r}: an override has the form name=value, such as train.steps=200")
-    return key, _parse(value, repr(text))
+    return key, yaml12.parse(value, repr(text))
 
 
 def _assign(data: Any, key: str, value: Any, text: str) -> None:
-    *parents, last = key.split(".")
-    for depth, part in enumerate([*parents, last]):
-        where = ".".join(key.split(".")[:depth]) or "the settings"
+    """Set the dotted `key` of plain `data` to `value`, making missing mappings on the way."""
+    parts = key.split(".")
+    for depth, part in enumerate(parts):
+        where = ".".join(parts[:depth])
+        index: Any = part
         if isinstance(data, list):
             if not part.isdecimal() or int(part) >= len(data):
-                allowed = f"0 to {len(data) - 1}" if data else "none: the list is empty"
-                raise UserError(f"{text!r}: {where} is a list; index {part!r} must be {allowed}")
-            part = int(part)  # type: ignore[assignment]
+                allowed = f"0 to {len(data) - 1}" if data else "none, for it is empty"
+                raise UserError(f"{text!r}: {where} is a list, its indices are {allowed}")
+            index = int(part)
         elif not isinstance(data, dict):
             raise UserError(f"{text!r}: {where} is {_show(data)} and has no field {part!r}")
-        elif depth < len(parents) and data.get(part) is None:
-            data[part] = {}
-        if depth == len(parents):
-            data[part] = value
-        else:
-            data = data[part]
+        if depth == len(parts) - 1:
+            data[index] = value
+        elif isinstance(data, dict) and data.get(index) is None:
+            data[index] = {}
+        data = data[index]
 
 
-def _with_defaults(cls: Any, data: Any) -> Any:
-    """`data` completed with those defaults of `cls` that have parts (dataclasses, lists, dicts)."""
-    if not isinstance(data, Mapping):
+def _completed(annotation: Any, data: Any, base: Any = None) -> Any:
+    """`data` laid over `base`, with those defaults of its dataclasses that have parts.
+
+    Scalar defaults are left to the dataclass; parts must be there for overrides to point into.
+    """
+    options = [a for a in typing.get_args(annotation) or (annotation,) if a is not type(None)]
+    container = typing.get_origin(annotation)
+    if container in (list, tuple) and isinstance(data, list):
+        return [_completed(options[0], item) for item in data]
+    if container is dict and isinstance(data, Mapping):
+        return {key: _completed(options[1], value) for key, value in data.items()}
+    cls = options[0]
+    if len(options) > 1 or cls not in _dataclasses_in(cls) or not isinstance(data, Mapping):
         return data
-    out = dict(data)
-    hints = _hints(cls)
-    for field in dataclasses.fields(cls):
-        if not field.init:
+    base = base if isinstance(base, Mapping) else {}
+    out = {**base, **data}
+    for name, hint in _hints(cls).items():
+        field = cls.__dataclass_fields__.get(name)
+        if field is None or not field.init:
             continue
-        nested = _dataclasses_in(hints[field.name])
-        one = nested[0] if len(nested) == 1 else None
-        default = _default(field, one)
-        if field.name not in out:
-            if isinstance(default, (dict, list)):
-                out[field.name] = default
-        elif one is not None and isinstance(out[field.name], Mapping) and _is_single(
-            hints[field.name]
-        ):
-            base = default if isinstance(default, dict) else {}
-            out[field.name] = _with_defaults(one, _merged(base, out[field.name]))
+        default = base[name] if name in base else _default(field, hint)
+        if name in data:
+            out[name] = _completed(hint, data[name], default)
+        elif isinstance(default, (dict, list)):
+            out[name] = default
     return out
 
 
-def _default(field: dataclasses.Field[Any], nested: Any) -> Any:
-    """The default of a field as plain data; a class that is its own factory gives its own defaults,
-    so that values it derives from others are derived anew."""
+def _default(field: dataclasses.Field[Any], annotation: Any) -> Any:
+    """The default of a field as plain data.
+
+    A class that is its own factory gives the class's defaults, so that what it derives from other
+    fields is derived anew.
+    """
     if field.default is not dataclasses.MISSING:
         return to_dict(field.default)
     if field.default_factory is dataclasses.MISSING:
         return None
-    if field.default_factory is nested:
-        return _with_defaults(nested, {})
+    if field.default_factory in _dataclasses_in(annotation):
+        return _completed(field.default_factory, {})
     return to_dict(field.default_factory())
-
-
-def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    out = dict(base)
-    for key, value in over.items():
-        both = isinstance(value, Mapping) and isinstance(out.get(key), Mapping)
-        out[key] = _merged(out[key], value) if both else value
-    return out
 
 
 # Validation
@@ -259,19 +184,17 @@ _PLAIN_WORDS = {
     "tuple_type": "must be a list",
 }
 
+
 @functools.cache
 def _adapter(cls: Any) -> pydantic.TypeAdapter[Any]:
     # A one-tuple around the class: pydantic takes the config from outside only for types that
     # could not hold one themselves, and hands it down to the dataclasses inside.
-    return pydantic.TypeAdapter(
-        tuple[cls],  # type: ignore[valid-type]
-        config=pydantic.ConfigDict(extra="forbid", arbitrary_types_allowed=False),
-    )
+    return pydantic.TypeAdapter(tuple[cls], config=pydantic.ConfigDict(extra="forbid"))
 
 
-def _build(cls: type[T], data: Any, source: str, given: Mapping[str, str]) -> T:
+def _build(cls: Any, data: Any, source: str, given: Mapping[str, str]) -> Any:
     try:
-        built: T = _adapter(cls).validate_python((data,))[0]
+        built = _adapter(cls).validate_python((data,))[0]
     except pydantic.ValidationError as error:
         # A misspelt field often leaves another one missing: tell the cause first.
         errors = sorted(error.errors(include_url=False), key=lambda e: e["type"] == "missing")
@@ -288,19 +211,20 @@ def _build(cls: type[T], data: Any, source: str, given: Mapping[str, str]) -> T:
     raise UserError("; ".join(found[:_SHOWN_ERRORS]) + more)
 
 
-def _explain(
-    cls: type, data: Any, error: Any, source: str, given: Mapping[str, str]
-) -> str:
-    path, owner = _resolve(cls, data, error["loc"][1:])
-    kind, context = error["type"], error.get("ctx", {})
+def _explain(cls: Any, data: Any, error: Any, source: str, given: Mapping[str, str]) -> str:
+    """One pydantic error as one clause."""
+    kind, context, location = error["type"], error.get("ctx", {}), error["loc"][1:]
     if kind == "unexpected_keyword_argument":
-        names = [f.name for f in dataclasses.fields(owner) if f.init]
-        hint = nearest(str(path[-1]), names) or f"; allowed: {', '.join(names)}"
-        return _located(path, f"unknown field{hint}", source, given)
+        path, here = _resolve(cls, data, location[:-1])
+        names = [f.name for c in here for f in dataclasses.fields(c) if f.init]
+        hint = nearest(str(location[-1]), names) or f"; allowed: {', '.join(names)}"
+        return _located((*path, location[-1]), f"unknown field{hint}", source, given)
+    path, here = _resolve(cls, data, location)
     if kind in ("missing", "missing_argument"):
-        return _located(path, "required, but not given", source, given)
+        item = f"item {location[-1]} is " if isinstance(location[-1], int) else ""
+        return _located(path, f"{item}required, but not given", source, given)
     if kind == "value_error":
-        return _own_error(path, owner, str(context["error"]), source, given)
+        return _own_error(path, here, str(context["error"]), source, given)
     text = _PLAIN_WORDS.get(kind) or re.sub(r"^Input should be ", "must be ", error["msg"])
     if kind in ("literal_error", "enum"):
         allowed = re.findall(r"'([^']*)'", context["expected"])
@@ -309,14 +233,15 @@ def _explain(
 
 
 def _own_error(
-    path: _Location, owner: Any, text: str, source: str, given: Mapping[str, str]
+    path: _Location, here: list[Any], text: str, source: str, given: Mapping[str, str]
 ) -> str:
     """An error that a dataclass raised itself: a field it names first becomes part of the path."""
+    if path:
+        text = text.removeprefix(f"{path[-1]}.")
     first = re.match(r"\w+", text)
-    if first and first[0] in {f.name for f in dataclasses.fields(owner)}:
+    if first and any(first[0] in _hints(c) for c in here):
         prefix = "".join(f"{part}." for part in path)
-        where = _source((*path, first[0]), source, given)
-        return f"{where}{prefix}{text}"
+        return f"{_source((*path, first[0]), source, given)}{prefix}{text}"
     return _located(path, text, source, given)
 
 
@@ -336,53 +261,33 @@ def _source(path: _Location, source: str, given: Mapping[str, str]) -> str:
     return f"{source}: " if source else ""
 
 
-def _resolve(
-    cls: type, data: Any, location: _Location
-) -> tuple[_Location, Any]:
-    """The dotted path of a pydantic location and the dataclass that holds its end.
+def _resolve(cls: Any, data: Any, location: _Location) -> tuple[_Location, list[Any]]:
+    """The dotted path of a pydantic location, and the dataclasses that may stand at its end.
 
-    Pydantic puts the names of union members and of schema steps into a location; what is neither a
-    field of the dataclass nor a key or index of the data at that place is such a name.
+    Pydantic also puts names of union members and schema steps into a location: whatever is neither
+    a field of the dataclass nor a key or index of the data at that place. These are left out.
     """
     path: list[str | int] = []
-    owner: Any = cls
-    types: list[Any] = [cls]
-    for index, part in enumerate(location):
-        last = index == len(location) - 1
-        classes = [c for t in types for c in _dataclasses_in(t)]
-        holder = next(
-            (c for c in classes if part in {f.name for f in dataclasses.fields(c)}), None
-        )
-        in_data = (isinstance(data, dict) and part in data) or (
-            isinstance(data, list) and isinstance(part, int) and part < len(data)
-        )
-        if holder is not None:
-            owner, types = holder, [_hints(holder)[part]]
-        elif in_data and isinstance(part, int):
-            pass
-        elif in_data:
-            owner = classes[0] if classes else owner
-            types = [] if last else types
-        else:
-            named = [c for c in classes if c.__name__ == part]
-            types = named or types
+    here = [cls]
+    for part in location:
+        hint = next((_hints(c)[part] for c in here if part in _hints(c)), None)
+        if hint is not None:
+            here = _dataclasses_in(hint)
+        elif not _holds(data, part):
+            here = [c for c in here if c.__name__ == part] or here
             continue
+        data = data[part] if _holds(data, part) else None
         path.append(part)
-        if in_data:
-            data = data[part]
-        else:
-            data = None
-    if location and path and owner is not None:
-        inner = [c for t in types for c in _dataclasses_in(t)]
-        # The location ends at a dataclass: an error that the class raised itself is about it.
-        if len(inner) == 1 and isinstance(data, dict):
-            owner = inner[0]
-    return tuple(path), owner
+    return tuple(path), here
 
 
-def _bools_as_numbers(
-    data: Any, built: Any, path: _Location
-) -> list[tuple[_Location, bool]]:
+def _holds(data: Any, part: str | int) -> bool:
+    if isinstance(data, list):
+        return isinstance(part, int) and part < len(data)
+    return isinstance(data, Mapping) and part in data
+
+
+def _bools_as_numbers(data: Any, built: Any, path: _Location) -> list[tuple[_Location, bool]]:
     """Where `true` or `false` was given for a number: pydantic would take 1 or 0 for it."""
     if isinstance(data, bool):
         wrong = isinstance(built, (int, float)) and not isinstance(built, bool)
@@ -410,14 +315,6 @@ def _dataclasses_in(annotation: Any) -> list[Any]:
     if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
         return [annotation]
     return [c for arg in typing.get_args(annotation) for c in _dataclasses_in(arg)]
-
-
-def _is_single(annotation: Any) -> bool:
-    """Whether an annotation is a dataclass or `dataclass | None`, not a container of them."""
-    options = [a for a in typing.get_args(annotation) or (annotation,) if a is not type(None)]
-    return len(options) == 1 and dataclasses.is_dataclass(options[0]) and (
-        typing.get_origin(annotation) not in (list, tuple, dict)
-    )
 
 
 def _show(value: Any) -> str:

@@ -1,0 +1,1 @@
+"""Checkpoints: Hugging Face safetensors (`hf`) and the native training format (`native`)."""

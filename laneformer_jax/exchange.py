@@ -1,0 +1,69 @@
+"""Where lanes meet: the sum across lanes, and the queue of partial outputs that arrive δ layers late.
+
+Shapes: L lanes of this device, B batch, S sequence, D hidden.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+
+from laneformer_jax.config import LaneformerConfig
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """All `num_lanes` lanes of a model: on this device alone, or spread over the mesh axis `axis`."""
+
+    num_lanes: int
+    axis: str | None = None
+
+    def enter(self, x: jax.Array) -> jax.Array:
+        """Let an array that is equal on all lane devices take part in lane-local arithmetic."""
+        return jax.lax.pcast(x, self.axis, to="varying") if self.axis else x
+
+    def total(self, y_LBSD: jax.Array) -> jax.Array:
+        """Sum over every lane: [L,B,S,D] -> float32 [B,S,D], equal on all lane devices."""
+        total_BSD = jnp.sum(y_LBSD.astype(jnp.float32), axis=0)
+        return jax.lax.psum(total_BSD, self.axis) if self.axis else total_BSD
+
+
+@dataclass
+class LaneExchange:
+    """One forward pass's traffic between lanes (spec section 2).
+
+    `add` folds a module's lane outputs into the residual streams and queues them for the other lanes.
+    Sums are float32 and rounded once to the dtype of the streams.
+    """
+
+    config: LaneformerConfig
+    lanes: Lanes
+    in_flight: dict[tuple[int, str], jax.Array] = field(default_factory=dict)
+
+    def add(self, layer: int, module: str, x_LBSD: jax.Array, y_LBSD: jax.Array) -> jax.Array:
+        """Residual streams after `module` of `layer`, given its raw lane outputs y. Both [L,B,S,D]."""
+        cfg, dtype = self.config, x_LBSD.dtype
+        sums_now, queues = cfg.sums_now(layer), cfg.queues(layer, module)
+        if sums_now or queues:
+            # Entered once, so that the backward pass holds one sum as well, however often it is used.
+            total_BSD = self.lanes.enter(self.lanes.total(y_LBSD))
+        if queues:
+            others_LBSD = (total_BSD - y_LBSD.astype(jnp.float32)).astype(dtype)
+            self.in_flight[layer + cfg.broadcast_delay, module] = others_LBSD
+
+        if sums_now:
+            return x_LBSD + total_BSD.astype(dtype)
+        if layer < cfg.broadcast_delay or not cfg.communicates(module):
+            return x_LBSD + self._scaled(y_LBSD)
+        in_last_layers = layer >= cfg.num_hidden_layers - cfg.broadcast_delay
+        if in_last_layers and cfg.final_own_scale == "sqrt_lanes":
+            y_LBSD = self._scaled(y_LBSD)
+        x_LBSD = x_LBSD + y_LBSD
+        due_LBSD = self.in_flight.pop((layer, module), None)
+        return x_LBSD if due_LBSD is None else x_LBSD + due_LBSD
+
+    def _scaled(self, y_LBSD: jax.Array) -> jax.Array:
+        """√L · y: the variance that L independent outputs would have had together."""
+        scaled = y_LBSD.astype(jnp.float32) * math.sqrt(self.config.num_lanes)
+        return scaled.astype(y_LBSD.dtype)
