@@ -74,6 +74,11 @@ class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        # Line breaks of other kinds than "\n" survive only as escapes.
+        style = '"' if any(c in data for c in "\r\x85\u2028\u2029") else None
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style)
+
 
 _NUMBER_START = list("-+.0123456789")
 _SCALARS: list[tuple[str, str, list[str]]] = [
@@ -97,3 +102,4 @@ for _class in (_Loader, _Dumper):
             f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z"), _first
         )
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+_Dumper.add_representer(str, _Dumper.represent_str)
