@@ -7,6 +7,8 @@ d head size.
 import jax
 import jax.numpy as jnp
 
+from laneformer_jax.precision import rounded
+
 
 def visibility(
     query_index_S: jax.Array,
@@ -43,5 +45,5 @@ def attend(
     scores = jnp.einsum("lbskgd,lbtkd->lbkgst", q_LBSKGd, k_LBTKd)
     scores = scores * jnp.asarray(q_LBSKGd.shape[-1] ** -0.5, dtype)
     scores = jnp.where(mask_BST[None, :, None, None], scores, jnp.finfo(dtype).min)
-    weights = jax.nn.softmax(scores.astype(jnp.float32), axis=-1).astype(dtype)
+    weights = rounded(jax.nn.softmax(scores.astype(jnp.float32), axis=-1), dtype)
     return jnp.einsum("lbkgst,lbtkd->lbskgd", weights, v_LBTKd)

@@ -15,6 +15,7 @@ from laneformer_jax import rope
 from laneformer_jax.attention import attend
 from laneformer_jax.config import LaneformerConfig
 from laneformer_jax.norms import LaneRMSNorm, RMSNorm
+from laneformer_jax.precision import rounded
 
 
 class LaneLinear(nnx.Module):
@@ -100,7 +101,7 @@ class MLP(nnx.Module):
 
     def __call__(self, x_LBSD: jax.Array) -> jax.Array:
         """Raw lane outputs [L,B,S,D]. The gate's silu is float32, rounded before the product."""
-        gate_LBSF = jax.nn.silu(self.w1(x_LBSD).astype(jnp.float32)).astype(x_LBSD.dtype)
+        gate_LBSF = rounded(jax.nn.silu(self.w1(x_LBSD).astype(jnp.float32)), x_LBSD.dtype)
         return self.w2(gate_LBSF * self.w3(x_LBSD))
 
 

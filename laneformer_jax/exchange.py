@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from laneformer_jax.config import LaneformerConfig
+from laneformer_jax.precision import rounded
 
 
 @dataclass(frozen=True)
@@ -49,21 +50,26 @@ class LaneExchange:
             # Entered once, so that the backward pass holds one sum as well, however often it is used.
             total_BSD = self.lanes.enter(self.lanes.total(y_LBSD))
         if queues:
-            others_LBSD = (total_BSD - y_LBSD.astype(jnp.float32)).astype(dtype)
+            others_LBSD = rounded(total_BSD - y_LBSD.astype(jnp.float32), dtype)
             self.in_flight[layer + cfg.broadcast_delay, module] = others_LBSD
 
         if sums_now:
-            return x_LBSD + total_BSD.astype(dtype)
+            return _plus(x_LBSD, rounded(total_BSD, dtype))
         if layer < cfg.broadcast_delay or not cfg.communicates(module):
-            return x_LBSD + self._scaled(y_LBSD)
+            return _plus(x_LBSD, self._scaled(y_LBSD))
         in_last_layers = layer >= cfg.num_hidden_layers - cfg.broadcast_delay
         if in_last_layers and cfg.final_own_scale == "sqrt_lanes":
             y_LBSD = self._scaled(y_LBSD)
-        x_LBSD = x_LBSD + y_LBSD
+        x_LBSD = _plus(x_LBSD, y_LBSD)
         due_LBSD = self.in_flight.pop((layer, module), None)
-        return x_LBSD if due_LBSD is None else x_LBSD + due_LBSD
+        return x_LBSD if due_LBSD is None else _plus(x_LBSD, due_LBSD)
 
     def _scaled(self, y_LBSD: jax.Array) -> jax.Array:
         """√L · y: the variance that L independent outputs would have had together."""
         scaled = y_LBSD.astype(jnp.float32) * math.sqrt(self.config.num_lanes)
-        return scaled.astype(y_LBSD.dtype)
+        return rounded(scaled, y_LBSD.dtype)
+
+
+def _plus(x: jax.Array, y: jax.Array) -> jax.Array:
+    """x + y rounded to x's dtype; the residual streams are what the reference rounds at every step."""
+    return rounded(x.astype(jnp.float32) + y.astype(jnp.float32), x.dtype)

@@ -22,6 +22,7 @@ from laneformer_jax.errors import UserError
 from laneformer_jax.exchange import LaneExchange, Lanes
 from laneformer_jax.heads import make_head
 from laneformer_jax.norms import RMSNorm
+from laneformer_jax.precision import rounded
 from laneformer_jax.sharding import DATA, LANE, check_mesh, parameter_spec
 
 
@@ -161,12 +162,12 @@ class Laneformer(nnx.Module):
         """
         cfg = self.config
         if cfg.pre_norm_lane_agg:
-            x_BSD = self.norm(lanes.total(x_LBSD).astype(x_LBSD.dtype))
+            x_BSD = self.norm(rounded(lanes.total(x_LBSD), x_LBSD.dtype))
         else:
             x_LBSD = self.norm(x_LBSD)
             if cfg.lm_head_type != "replicate":
                 return self.lm_head(x_LBSD, lanes)
-            x_BSD = (lanes.total(x_LBSD) / cfg.num_lanes).astype(x_LBSD.dtype)
+            x_BSD = rounded(lanes.total(x_LBSD) / cfg.num_lanes, x_LBSD.dtype)
         if cfg.tie_word_embeddings:
             return jnp.einsum("bsd,vd->bsv", x_BSD, self.tok_embeddings.weight[...])
         return self.lm_head(x_BSD)

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from laneformer_jax.precision import rounded
+
 
 def rms_normalise(x: jax.Array, eps: float) -> jax.Array:
     """x / sqrt(mean(x²) + eps) over the last axis, in float32."""
@@ -24,7 +26,7 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., D] -> [..., D]."""
         out = rms_normalise(x, self.eps) * self.weight[...].astype(jnp.float32)
-        return out.astype(x.dtype)
+        return rounded(out, x.dtype)
 
 
 class LaneRMSNorm(nnx.Module):
@@ -36,4 +38,5 @@ class LaneRMSNorm(nnx.Module):
 
     def __call__(self, x_LBSD: jax.Array) -> jax.Array:
         """[L,B,S,D] -> [L,B,S,D]."""
-        return rms_normalise(x_LBSD, self.eps).astype(x_LBSD.dtype) * self.scale[:, None, None, :]
+        x_hat_LBSD = rounded(rms_normalise(x_LBSD, self.eps), x_LBSD.dtype)
+        return x_hat_LBSD * self.scale[:, None, None, :]

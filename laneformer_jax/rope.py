@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from laneformer_jax.config import LaneformerConfig
+from laneformer_jax.precision import rounded
 
 
 def inverse_frequencies(config: LaneformerConfig) -> np.ndarray:
@@ -39,4 +40,4 @@ def rotate(x_LBSNd: jax.Array, cos_BSh: jax.Array, sin_BSh: jax.Array) -> jax.Ar
     even, odd = pairs[..., 0], pairs[..., 1]
     cos, sin = cos_BSh[:, :, None], sin_BSh[:, :, None]
     out = jnp.stack((even * cos - odd * sin, even * sin + odd * cos), axis=-1)
-    return out.reshape(x_LBSNd.shape).astype(x_LBSNd.dtype)
+    return rounded(out.reshape(x_LBSNd.shape), x_LBSNd.dtype)

@@ -1,0 +1,177 @@
+"""Parameters, memory and FLOPs of a model, from its config alone.
+
+MODEL is a preset, a config.json, or a folder that holds one (a checkpoint or an exported model).
+Without MODEL the presets are listed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from laneformer_jax import costs
+from laneformer_jax.config import LaneformerConfig
+from laneformer_jax.errors import UserError, nearest
+from laneformer_jax.presets import PRESETS, preset
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="preset, config.json or folder")
+    parser.add_argument(
+        "--dtype",
+        default="bfloat16",
+        choices=sorted(costs.BYTES),
+        help="of weights and KV cache (default: bfloat16)",
+    )
+    parser.add_argument(
+        "--context",
+        type=int,
+        metavar="S",
+        help="positions for KV cache, decode and training (default: max_position_embeddings)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.model is None:
+        return _list_presets(args.json)
+    figures = describe(find_config(args.model), args.dtype, args.context)
+    if args.json:
+        print(json.dumps({"model": args.model, **figures}, indent=2))
+    else:
+        _print_table(args.model, figures)
+    return 0
+
+
+def find_config(name: str) -> LaneformerConfig:
+    """The config of a preset, a config.json or a folder. Raises UserError when there is none."""
+    if name in PRESETS:
+        return preset(name)
+    if Path(name).exists():
+        return LaneformerConfig.from_json(name)
+    raise UserError(
+        f"{name}: neither a preset nor a file or folder{nearest(name, PRESETS)}; "
+        f"presets: {', '.join(PRESETS)}"
+    )
+
+
+def describe(
+    config: LaneformerConfig, dtype: str = "bfloat16", context: int | None = None
+) -> dict[str, Any]:
+    """The figures of `laneformer info --json`; bytes, FLOPs and counts are plain numbers.
+
+    Args:
+        config: the model.
+        dtype: of weights and KV cache; a key of `costs.BYTES`.
+        context: positions in the cache, and sequence length in training; None for
+            `max_position_embeddings`.
+
+    Raises:
+        UserError: `context` is not between 1 and `max_position_embeddings`.
+    """
+    limit = config.max_position_embeddings
+    context = limit if context is None else context
+    if not 1 <= context <= limit:
+        raise UserError(f"context: {context} must be from 1 to max_position_embeddings {limit}")
+    return {
+        "dtype": dtype,
+        "context": context,
+        "lanes": config.num_lanes,
+        "delay_layers": config.broadcast_delay,
+        "parameters": config.num_parameters(),
+        "parameter_groups": costs.parameter_groups(config),
+        "weight_bytes": config.num_parameters() * costs.BYTES[dtype],
+        "decode_weight_bytes_per_token": costs.decode_weight_bytes(config, dtype),
+        "kv_bytes_per_layer_and_position": costs.kv_bytes_per_position(config, dtype),
+        "kv_cache_bytes": costs.kv_cache_bytes(config, context, dtype),
+        "sliding_layers": sum(
+            config.window(layer) is not None for layer in range(config.num_hidden_layers)
+        ),
+        "decode_flops_per_token": costs.decode_flops(config, context),
+        "training_flops_per_token": round(costs.training_flops(config, context)),
+        "lane_sums_per_token": config.lane_sums(),
+        "waited_lane_sums_per_token": costs.waited_lane_sums(config),
+    }
+
+
+def _list_presets(as_json: bool) -> int:
+    counts = {name: preset(name).num_parameters() for name in PRESETS}
+    if as_json:
+        print(json.dumps({"presets": counts}, indent=2))
+        return 0
+    table = _table("preset", "parameters")
+    for name, count in counts.items():
+        table.add_row(name, f"{count:,}")
+    _show(table)
+    return 0
+
+
+def _print_table(name: str, figures: dict[str, Any]) -> None:
+    groups = ", ".join(f"{k} {v:,}" for k, v in figures["parameter_groups"].items())
+    layers = f"{figures['sliding_layers']} sliding layers hold their window only"
+    rows = [
+        ("parameters", f"{figures['parameters']:,}", groups),
+        ("weights", _size(figures["weight_bytes"]), figures["dtype"]),
+        (
+            "weights read per decoded token",
+            _size(figures["decode_weight_bytes_per_token"]),
+            "the embedding table is not read",
+        ),
+        (
+            "KV cache per layer and position",
+            f"{figures['kv_bytes_per_layer_and_position']:,} B",
+            "",
+        ),
+        ("KV cache at this context", _size(figures["kv_cache_bytes"]), layers),
+        ("FLOPs per decoded token", _flops(figures["decode_flops_per_token"]), "forward"),
+        (
+            "FLOPs per trained token",
+            _flops(figures["training_flops_per_token"]),
+            "forward and backward",
+        ),
+        (
+            "lane sums per token",
+            str(figures["lane_sums_per_token"]),
+            f"{figures['waited_lane_sums_per_token']} waited for, "
+            f"the others due {figures['delay_layers']} layers later",
+        ),
+    ]
+    table = _table(name, "", f"context {figures['context']:,}, {figures['lanes']} lanes")
+    for row in rows:
+        table.add_row(*row)
+    _show(table)
+
+
+def _table(first: str, second: str, *more: str) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column(first, no_wrap=True)
+    table.add_column(second, justify="right", no_wrap=True)
+    for title in more:
+        table.add_column(title)
+    return table
+
+
+def _show(table: Any) -> None:
+    from rich.console import Console
+
+    Console().print(table)
+
+
+def _size(count: int) -> str:
+    """Decimal units, as bandwidths are given."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.3f} {unit}"
+    return f"{count} B"
+
+
+def _flops(count: int) -> str:
+    for unit, scale in (("GFLOP", 1e9), ("MFLOP", 1e6)):
+        if count >= scale:
+            return f"{count / scale:.3f} {unit}"
+    return f"{count} FLOP"
