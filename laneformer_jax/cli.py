@@ -19,7 +19,7 @@ EXIT_BROKEN_PIPE = 141
 
 
 class Command(NamedTuple):
-    """A subcommand: `module` has `add_arguments(parser)` and `run(args) -> int`, or as named here."""
+    """A subcommand: `module` has `add_arguments(parser)` and `run(args) -> int`, or other names."""
 
     module: str
     help: str
@@ -52,7 +52,7 @@ class Parser(argparse.ArgumentParser):
     """An argument parser without abbreviations, whose errors are UserErrors with suggestions."""
 
     def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, allow_abbrev=False, **kwargs)
+        super().__init__(*args, **{**kwargs, "allow_abbrev": False})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         # Overridden because this is where each nested parser still knows its own options.
@@ -155,7 +155,7 @@ def _help() -> str:
             "commands:",
             *lines,
             "",
-            "`laneformer COMMAND --help` tells a command's options; `laneformer --version` the version.",
+            "`laneformer COMMAND --help` shows the options of a command, `--version` the version.",
             "LANEFORMER_DEBUG=1 shows the traceback of an error.",
         ]
     )

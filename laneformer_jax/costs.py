@@ -45,8 +45,9 @@ def kv_cache_bytes(config: LaneformerConfig, context: int, dtype: str = "bfloat1
 
 
 def decode_flops(config: LaneformerConfig, context: int) -> int:
-    """FLOPs of decoding the token at position `context` - 1, seeing `context` keys (its own too)."""
-    return 2 * _matmul_parameters(config) + _attention_flops(config, sum(_visible(config, context)))
+    """FLOPs of decoding one token with `context` positions in the cache, its own included."""
+    keys = sum(_visible(config, context))
+    return 2 * _matmul_parameters(config) + _flops_per_key(config) * keys
 
 
 def training_flops(config: LaneformerConfig, sequence: int) -> float:
@@ -55,8 +56,8 @@ def training_flops(config: LaneformerConfig, sequence: int) -> float:
     Forward once and backward twice; what rematerialisation computes again is not counted, so that
     FLOP/s made from it are model FLOP/s.
     """
-    mean_keys = sum(_mean_visible(config, layer, sequence) for layer in _layers(config))
-    return 3 * (2 * _matmul_parameters(config) + _attention_flops(config, mean_keys))
+    keys = sum(_mean_visible(config, layer, sequence) for layer in _layers(config))
+    return 3 * (2 * _matmul_parameters(config) + _flops_per_key(config) * keys)
 
 
 def waited_lane_sums(config: LaneformerConfig) -> int:
@@ -91,6 +92,6 @@ def _mean_visible(config: LaneformerConfig, layer: int, sequence: int) -> float:
     return (w * (w + 1) / 2 + (sequence - w) * w) / sequence
 
 
-def _attention_flops(config: LaneformerConfig, keys: float) -> int:
-    """Scores and weighted values for `keys` query-key pairs in each query head."""
-    return round(4 * config.num_attention_heads * config.head_size * keys)
+def _flops_per_key(config: LaneformerConfig) -> int:
+    """Score and weighted value of one query-key pair in every query head."""
+    return 4 * config.num_attention_heads * config.head_size

@@ -109,37 +109,41 @@ def _list_presets(as_json: bool) -> int:
 
 
 def _print_table(name: str, figures: dict[str, Any]) -> None:
-    groups = ", ".join(f"{k} {v:,}" for k, v in figures["parameter_groups"].items())
-    layers = f"{figures['sliding_layers']} sliding layers hold their window only"
-    rows = [
-        ("parameters", f"{figures['parameters']:,}", groups),
+    sums, waited = figures["lane_sums_per_token"], figures["waited_lane_sums_per_token"]
+    context = f"{figures['context']:,}"
+    table = _table(name, "", "")
+    table.add_row("parameters", f"{figures['parameters']:,}")
+    for group, count in figures["parameter_groups"].items():
+        table.add_row(f"  {group}", f"{count:,}")
+    for row in (
         ("weights", _size(figures["weight_bytes"]), figures["dtype"]),
         (
-            "weights read per decoded token",
+            "weights read per token",
             _size(figures["decode_weight_bytes_per_token"]),
-            "the embedding table is not read",
+            "batch 1, without the embedding",
+        ),
+        ("KV per layer and position", f"{figures['kv_bytes_per_layer_and_position']:,} B"),
+        (
+            f"KV cache at {context} positions",
+            _size(figures["kv_cache_bytes"]),
+            f"{figures['sliding_layers']} layers hold a window only",
         ),
         (
-            "KV cache per layer and position",
-            f"{figures['kv_bytes_per_layer_and_position']:,} B",
-            "",
+            "FLOPs per decoded token",
+            _flops(figures["decode_flops_per_token"]),
+            f"at position {context}",
         ),
-        ("KV cache at this context", _size(figures["kv_cache_bytes"]), layers),
-        ("FLOPs per decoded token", _flops(figures["decode_flops_per_token"]), "forward"),
         (
             "FLOPs per trained token",
             _flops(figures["training_flops_per_token"]),
-            "forward and backward",
+            f"mean over {context} positions",
         ),
         (
             "lane sums per token",
-            str(figures["lane_sums_per_token"]),
-            f"{figures['waited_lane_sums_per_token']} waited for, "
-            f"the others due {figures['delay_layers']} layers later",
+            str(sums),
+            f"{waited} waited for, {sums - waited} delayed",
         ),
-    ]
-    table = _table(name, "", f"context {figures['context']:,}, {figures['lanes']} lanes")
-    for row in rows:
+    ):
         table.add_row(*row)
     _show(table)
 
