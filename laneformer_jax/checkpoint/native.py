@@ -1,0 +1,484 @@
+"""The native checkpoint: orbax arrays, one item per parameter group, and a manifest that proves it whole.
+
+A checkpoint is a folder:
+
+    embedding/ layer_000/ … head/   parameters, one orbax item per group, keyed by dotted path
+    optimizer/                      training only: whatever tree the trainer gave
+    config.json                     the model, under the Hugging Face names
+    metadata.json                   what wrote it, and what the trainer adds (step, data state, …)
+    tokenizer.model                 when there is one (or tokenizer.json)
+    MANIFEST.json                   size and CRC-32 of every file above; written last, before the commit
+
+Groups let a conversion hold one layer at a time. A folder without a manifest, or one that contradicts
+it, is not complete and is never loaded.
+"""
+
+import json
+import os
+import shutil
+import warnings
+import zlib
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from flax import nnx
+from jax.sharding import Mesh, SingleDeviceSharding
+from orbax.checkpoint.checkpoint_managers import preservation_policy as keep_policy
+
+from laneformer_jax.checkpoint.hf import abstract_model
+from laneformer_jax.config import LaneformerConfig
+from laneformer_jax.errors import UserError
+from laneformer_jax.files import atomic_dir
+from laneformer_jax.model import Laneformer, parameter_paths
+from laneformer_jax.sharding import named, parameter_spec
+
+Params = dict[str, Any]  # dotted parameter path -> array (or its shape)
+
+EMBEDDING, HEAD, OPTIMIZER = "embedding", "head", "optimizer"
+CONFIG, METADATA, MANIFEST = "config.json", "metadata.json", "MANIFEST.json"
+TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json")
+CHECKPOINTS = "checkpoints"  # the folder of steps inside a run's folder
+_FORMAT = 1
+_ORBAX_STAMPS = ("_CHECKPOINT_METADATA", "commit_success.txt")  # touched at the commit itself
+_SHOWN = 4
+
+
+# Groups
+
+
+def group_of(path: str) -> str:
+    """The group that holds the parameter at a dotted path: `embedding`, `layer_007`, … or `head`."""
+    if path.startswith("layers."):
+        return f"layer_{int(path.split('.')[1]):03d}"
+    return EMBEDDING if path.startswith("tok_embeddings.") else HEAD
+
+
+def grouped(params: Mapping[str, Any]) -> dict[str, Params]:
+    """Parameters by group, in the order embedding, layers, head."""
+    groups: dict[str, Params] = {}
+    for path, value in params.items():
+        groups.setdefault(group_of(path), {})[path] = value
+    order = {EMBEDDING: 0, HEAD: 2}
+    return dict(sorted(groups.items(), key=lambda item: (order.get(item[0], 1), item[0])))
+
+
+def abstract_params(
+    config: LaneformerConfig, dtype: Any = jnp.float32, mesh: Mesh | None = None
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape, dtype and sharding of every parameter, without any array.
+
+    mesh: spread over it by the rules of `sharding`; None: all on the first device.
+    """
+    single = SingleDeviceSharding(jax.local_devices()[0])
+    return {
+        path: jax.ShapeDtypeStruct(
+            variable.shape,
+            jnp.dtype(dtype),
+            sharding=single if mesh is None else named(mesh, parameter_spec(path, config)),
+        )
+        for path, variable in parameter_paths(nnx.state(abstract_model(config))).items()
+    }
+
+
+def model_of(config: LaneformerConfig, params: Mapping[str, Any], mesh: Mesh | None) -> Laneformer:
+    """A model that holds `params` (dotted path -> array)."""
+    model = abstract_model(config)
+    state = nnx.state(model)
+    for path, variable in parameter_paths(state).items():
+        variable.set_value(params[path])
+    nnx.update(model, state)
+    model.mesh = mesh
+    return model
+
+
+# Writing
+
+
+class Writer:
+    """Fills a new inference checkpoint group by group."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+
+    def add(self, group: str, params: Mapping[str, Any]) -> None:
+        """Write one group; every path in `params` must belong to it."""
+        strays = [path for path in params if group_of(path) != group]
+        assert not strays, f"{strays} do not belong to {group}"
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(self._folder.resolve() / group, dict(params))
+
+
+@contextmanager
+def new_checkpoint(
+    path: str | Path,
+    config: LaneformerConfig,
+    dtype: str,
+    tokenizer: str | Path | None = None,
+    metadata: Mapping[str, Any] | None = None,
+) -> Iterator[Writer]:
+    """Write an inference checkpoint one group at a time; it appears whole or not at all.
+
+    Args:
+        path: a folder that does not exist or is empty.
+        dtype: of the weights, such as `float32`.
+        tokenizer: a tokenizer file, or a folder that holds one, to copy.
+        metadata: added to what `read_metadata` returns.
+
+    Raises:
+        UserError: `path` is taken, or there is no tokenizer where one was named.
+    """
+    files = _side_files(
+        config, {"kind": "inference", "dtype": dtype, **(metadata or {})}, tokenizer
+    )
+    with atomic_dir(path) as folder:
+        yield Writer(folder)
+        _write_side_files(folder, files)
+
+
+def save_inference(
+    path: str | Path, model: Laneformer, tokenizer: str | Path | None = None
+) -> None:
+    """Write parameters, config and tokenizer to a new folder. Raises UserError as `new_checkpoint`."""
+    params = {p: v[...] for p, v in parameter_paths(nnx.state(model)).items()}
+    dtype = str(model.tok_embeddings.weight.dtype)
+    with new_checkpoint(path, model.config, dtype, tokenizer) as writer:
+        for group, values in grouped(params).items():
+            writer.add(group, values)
+
+
+def tokenizer_file(path: str | Path) -> Path:
+    """The tokenizer file at `path`, itself one or a folder that holds one. Raises UserError."""
+    path = Path(path)
+    candidates = [path / name for name in TOKENIZER_FILES] if path.is_dir() else [path]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    raise UserError(
+        f"tokenizer: {path} is no file, nor a folder with {' or '.join(TOKENIZER_FILES)}"
+    )
+
+
+def environment() -> dict[str, Any]:
+    """What a bit-identical continuation needs to find unchanged."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return {
+        "jax_version": jax.__version__,
+        "platform": jax.default_backend(),
+        "device_kind": jax.devices()[0].device_kind,
+        "device_count": jax.device_count(),
+        "process_count": jax.process_count(),
+        "cpu_affinity": sorted(affinity(0)) if affinity else None,
+    }
+
+
+def _side_files(
+    config: LaneformerConfig, metadata: Mapping[str, Any], tokenizer: str | Path | None
+) -> dict[str, bytes]:
+    files = {
+        CONFIG: _json(config.to_dict()),
+        METADATA: _json({"format": _FORMAT, **metadata, "environment": environment()}),
+    }
+    if tokenizer is not None:
+        source = tokenizer_file(tokenizer)
+        name = source.name if source.name in TOKENIZER_FILES else TOKENIZER_FILES[0]
+        files[name] = source.read_bytes()
+    return files
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _write_side_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """The files beside the arrays, then the manifest of all."""
+    for name, content in files.items():
+        _write_synced(folder / name, content)
+    names = sorted(
+        str(p.relative_to(folder))
+        for p in folder.rglob("*")
+        if p.is_file() and p.name not in _ORBAX_STAMPS
+    )
+    _write_synced(folder / MANIFEST, _json({"files": _measured(folder, names)}))
+
+
+def _write_synced(path: Path, content: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _measured(folder: Path, names: list[str]) -> dict[str, dict[str, int]]:
+    with ThreadPoolExecutor(8) as pool:
+        return dict(zip(names, pool.map(lambda n: _size_and_crc(folder / n), names), strict=True))
+
+
+def _size_and_crc(path: Path) -> dict[str, int]:
+    size = crc = 0
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 20):
+            crc = zlib.crc32(chunk, crc)
+            size += len(chunk)
+    return {"size": size, "crc32": crc}
+
+
+# Finding and checking
+
+
+def problems(folder: str | Path) -> list[str]:
+    """What keeps the checkpoint at `folder` from being complete; empty when it is whole."""
+    folder = Path(folder)
+    try:
+        manifest = json.loads((folder / MANIFEST).read_bytes())["files"]
+        expected = {name: (entry["size"], entry["crc32"]) for name, entry in manifest.items()}
+    except FileNotFoundError:
+        return [f"{MANIFEST} is missing"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return [f"{MANIFEST} cannot be read"]
+    missing = [name for name in expected if not (folder / name).is_file()]
+    found = [f"{name} is missing" for name in missing]
+    present = [name for name in expected if name not in missing]
+    for name, actual in _measured(folder, present).items():
+        size, crc = expected[name]
+        if actual["size"] != size:
+            found.append(f"{name} has {actual['size']} bytes, should have {size}")
+        elif actual["crc32"] != crc:
+            found.append(f"{name} is corrupt (its checksum differs)")
+    return found
+
+
+def is_native(path: str | Path) -> bool:
+    """Whether `path` is a native checkpoint, a folder of them, or a run with some."""
+    return bool(_candidates(Path(path)))
+
+
+def find(path: str | Path) -> Path:
+    """The newest complete checkpoint at `path`: itself one, a folder of steps, or a run's folder.
+
+    Every file is read once to check it. Warns about each damaged one that is passed over.
+
+    Raises:
+        UserError: there is none, or none is complete; says what is wrong with each.
+    """
+    path = Path(path)
+    candidates = _candidates(path)
+    if not candidates:
+        what = "no such folder" if not path.exists() else "holds no native checkpoint"
+        raise UserError(f"{path}: {what}")
+    return _newest_complete(path, candidates)
+
+
+def _newest_complete(path: Path, candidates: list[Path]) -> Path:
+    damaged: list[str] = []
+    for folder in candidates:
+        found = problems(folder)
+        if not found:
+            for text in damaged:
+                warnings.warn(
+                    f"checkpoint {text}; falling back to the newest complete one, {folder}",
+                    stacklevel=3,
+                )
+            return folder
+        damaged.append(f"{folder} is not complete: {_short(found)}")
+    raise UserError(f"{path}: no complete checkpoint: {'; '.join(damaged)}")
+
+
+def _short(found: list[str]) -> str:
+    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return ", ".join(found[:_SHOWN]) + more
+
+
+def _candidates(path: Path) -> list[Path]:
+    """Checkpoint folders at `path`, newest first."""
+    if (path / MANIFEST).exists() or (path / METADATA).exists():
+        return [path]
+    for folder in (path / CHECKPOINTS, path):
+        if folder.is_dir():
+            steps = [p for p in folder.iterdir() if p.name.isdecimal() and p.is_dir()]
+            if steps:
+                return sorted(steps, key=lambda p: int(p.name), reverse=True)
+    return []
+
+
+# Reading
+
+
+def read_metadata(path: str | Path) -> dict[str, Any]:
+    """metadata.json of one checkpoint folder (see `find`). Raises UserError when it cannot be read."""
+    file = Path(path) / METADATA
+    try:
+        return dict(json.loads(file.read_bytes()))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: cannot be read ({error})") from None
+
+
+def read_config(path: str | Path) -> LaneformerConfig:
+    """The model of one checkpoint folder. Raises UserError when it cannot be read."""
+    return LaneformerConfig.from_json(Path(path) / CONFIG)
+
+
+def read_group(path: str | Path, group: str, target: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """One group of a checkpoint folder as arrays.
+
+    target: dotted path -> `jax.ShapeDtypeStruct` with sharding, as `abstract_params` gives it; arrays
+    are cast to its dtype. All of the group's paths must be there.
+
+    Raises:
+        UserError: the group lacks a tensor, or one has another shape; names all of them.
+    """
+    folder = Path(path).resolve() / group
+    wanted = {p: t for p, t in target.items() if group_of(p) == group}
+    with ocp.StandardCheckpointer() as checkpointer:
+        stored = checkpointer.metadata(folder).item_metadata.tree
+        wrong = [f"{p} is missing" for p in wanted if p not in stored]
+        wrong += [f"unexpected {p}" for p in stored if p not in wanted]
+        wrong += [
+            f"{p} is {list(stored[p].shape)}, must be {list(t.shape)}"
+            for p, t in wanted.items()
+            if p in stored and tuple(stored[p].shape) != tuple(t.shape)
+        ]
+        if wrong:
+            raise UserError(f"{folder}: does not fit the config: {'; '.join(wrong)}")
+        return dict(checkpointer.restore(folder, wanted))
+
+
+def read_params(path: str | Path, target: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """All parameters of a checkpoint folder; `target` and errors as in `read_group`."""
+    out: dict[str, jax.Array] = {}
+    for group in grouped(target):
+        out |= read_group(path, group, target)
+    return {p: out[p] for p in target}
+
+
+def load_model(path: str | Path, dtype: Any = None, mesh: Mesh | None = None) -> Laneformer:
+    """The model of the newest complete checkpoint at `path` (see `find`).
+
+    Args:
+        dtype: of the parameters; None keeps the checkpoint's.
+        mesh: spread the parameters over it.
+
+    Raises:
+        UserError: no complete checkpoint there.
+    """
+    folder = find(path)
+    config = read_config(folder)
+    dtype = read_metadata(folder)["dtype"] if dtype is None else dtype
+    params = read_params(folder, abstract_params(config, dtype, mesh))
+    return model_of(config, params, mesh)
+
+
+# Training
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A training checkpoint that was read back."""
+
+    step: int
+    folder: Path
+    params: dict[str, jax.Array]
+    optimizer: Any
+    metadata: dict[str, Any]
+
+
+class TrainingCheckpoints:
+    """The numbered checkpoints of one run, over orbax's CheckpointManager.
+
+    A save is written to a temporary folder and renamed when it and its manifest are on disk; a process
+    that is killed at any moment leaves the checkpoints before it as they were.
+
+    Args:
+        folder: where the numbered folders go; made when missing.
+        keep: how many of the newest stay.
+        keep_every: steps whose multiples stay for good; None: none.
+    """
+
+    def __init__(self, folder: str | Path, keep: int = 2, keep_every: int | None = None):
+        self.folder = Path(folder).resolve()
+        self._files: dict[str, bytes] = {}
+        self._saving: int | None = None
+        policies: list[Any] = [keep_policy.LatestN(keep)]
+        if keep_every:
+            policies.append(keep_policy.EveryNSteps(keep_every))
+        self._options = ocp.CheckpointManagerOptions(
+            preservation_policy=keep_policy.AnyPreservationPolicy(policies),
+            async_options=ocp.AsyncOptions(post_finalization_callback=self._finish),
+            enable_background_delete=False,
+        )
+        self._manager = ocp.CheckpointManager(self.folder, options=self._options)
+
+    def steps(self) -> list[int]:
+        """Steps with a committed folder, whole or not, ascending."""
+        return sorted(self._manager.all_steps(read=True))
+
+    def save(
+        self,
+        step: int,
+        params: Mapping[str, Any],
+        optimizer: Any,
+        config: LaneformerConfig,
+        metadata: Mapping[str, Any],
+        tokenizer: str | Path | None = None,
+    ) -> None:
+        """Start saving; returns when the arrays may be donated. Waits for an earlier save first.
+
+        Raises what an earlier background save failed with (a full or read-only disk, say).
+        """
+        self.wait()
+        dtype = str(next(iter(params.values())).dtype)
+        metadata = {"kind": "training", "dtype": dtype, "step": step, **metadata}
+        self._files, self._saving = _side_files(config, metadata, tokenizer), step
+        items = {group: ocp.args.StandardSave(v) for group, v in grouped(params).items()}
+        items[OPTIMIZER] = ocp.args.StandardSave(optimizer)
+        self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+
+    def wait(self) -> None:
+        """Until the last save is committed; raises what it failed with."""
+        self._manager.wait_until_finished()
+        self._manager.check_for_errors()
+
+    def restore(self, params: Mapping[str, Any], optimizer: Any) -> Restored | None:
+        """The newest complete checkpoint on the shardings of the abstract `params` and `optimizer`.
+
+        Damaged newer ones are renamed out of the way, with a warning.
+
+        Returns:
+            None when the folder holds no checkpoint at all.
+
+        Raises:
+            UserError: there are checkpoints, but none is complete.
+        """
+        candidates = _candidates(self.folder)
+        if not candidates:
+            return None
+        folder = _newest_complete(self.folder, candidates)
+        for damaged in candidates[: candidates.index(folder)]:
+            if jax.process_index() == 0:
+                aside = damaged.with_name(f"{damaged.name}.damaged")
+                shutil.rmtree(aside, ignore_errors=True)
+                damaged.rename(aside)
+        self._manager.reload()
+        with ocp.StandardCheckpointer() as checkpointer:
+            state = checkpointer.restore(folder / OPTIMIZER, optimizer)
+        return Restored(
+            int(folder.name), folder, read_params(folder, params), state, read_metadata(folder)
+        )
+
+    def close(self) -> None:
+        """Finish the last save and release the threads."""
+        self._manager.close()
+
+    def _finish(self) -> None:
+        """Orbax calls this when the arrays are on disk and the folder has not yet its final name."""
+        if jax.process_index() != 0:
+            return
+        temporary = list(self.folder.glob(f"{self._saving}.orbax-checkpoint-tmp*"))
+        assert len(temporary) == 1, f"{self.folder}: no single temporary folder: {temporary}"
+        _write_side_files(temporary[0], self._files)
