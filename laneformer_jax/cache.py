@@ -29,8 +29,10 @@ class KVCache(NamedTuple):
         """A cache with room for `slots` tokens of `batch` sequences, for this device's lanes."""
         heads = config.num_key_value_heads // config.num_lanes
         shape = (local_lanes, batch, slots, heads, config.head_size)
-        blank = tuple(jnp.zeros(shape, dtype) for _ in range(config.num_hidden_layers))
-        return cls(blank, blank, jnp.zeros((batch, slots), bool), jnp.zeros((), jnp.int32))
+        keys, values = (  # buffers of their own, so that all can be donated
+            tuple(jnp.zeros(shape, dtype) for _ in range(config.num_hidden_layers)) for _ in range(2)
+        )
+        return cls(keys, values, jnp.zeros((batch, slots), bool), jnp.zeros((), jnp.int32))
 
 
 def write(slots_LBTKd: jax.Array, new_LBSKd: jax.Array, at: jax.Array) -> jax.Array:

@@ -29,6 +29,17 @@ class Lanes:
         total_BSD = jnp.sum(y_LBSD.astype(jnp.float32), axis=0)
         return jax.lax.psum(total_BSD, self.axis) if self.axis else total_BSD
 
+    def concatenate(self, part: jax.Array) -> jax.Array:
+        """The lane devices' parts of the last axis side by side, equal on all of them."""
+        if self.axis is None:
+            return part
+        size = part.shape[-1]
+        whole = jnp.zeros((*part.shape[:-1], size * jax.lax.axis_size(self.axis)), part.dtype)
+        start = jax.lax.axis_index(self.axis) * size
+        # A sum with zeros, because only a sum is known to be equal everywhere afterwards.
+        whole = jax.lax.dynamic_update_slice_in_dim(self.enter(whole), part, start, axis=-1)
+        return jax.lax.psum(whole, self.axis)
+
 
 @dataclass
 class LaneExchange:
@@ -48,21 +59,22 @@ class LaneExchange:
         sums_now, queues = cfg.sums_now(layer), cfg.queues(layer, module)
         if sums_now or queues:
             # Entered once, so that the backward pass holds one sum as well, however often it is used.
-            total_BSD = self.lanes.enter(self.lanes.total(y_LBSD))
+            total_BSD = rounded(self.lanes.enter(self.lanes.total(y_LBSD)), dtype)
         if queues:
-            others_LBSD = rounded(total_BSD - y_LBSD.astype(jnp.float32), dtype)
-            self.in_flight[layer + cfg.broadcast_delay, module] = others_LBSD
+            # The reference rounds the total, then takes a lane's own from it; bit for bit so here.
+            self.in_flight[layer + cfg.broadcast_delay, module] = _plus(total_BSD, -y_LBSD)
 
         if sums_now:
-            return _plus(x_LBSD, rounded(total_BSD, dtype))
+            return _plus(x_LBSD, total_BSD)
         if layer < cfg.broadcast_delay or not cfg.communicates(module):
             return _plus(x_LBSD, self._scaled(y_LBSD))
         in_last_layers = layer >= cfg.num_hidden_layers - cfg.broadcast_delay
         if in_last_layers and cfg.final_own_scale == "sqrt_lanes":
             y_LBSD = self._scaled(y_LBSD)
-        x_LBSD = _plus(x_LBSD, y_LBSD)
         due_LBSD = self.in_flight.pop((layer, module), None)
-        return x_LBSD if due_LBSD is None else _plus(x_LBSD, due_LBSD)
+        if due_LBSD is not None:
+            y_LBSD = _plus(y_LBSD, due_LBSD)
+        return _plus(x_LBSD, y_LBSD)
 
     def _scaled(self, y_LBSD: jax.Array) -> jax.Array:
         """√L · y: the variance that L independent outputs would have had together."""
@@ -71,5 +83,5 @@ class LaneExchange:
 
 
 def _plus(x: jax.Array, y: jax.Array) -> jax.Array:
-    """x + y rounded to x's dtype; the residual streams are what the reference rounds at every step."""
+    """x + y, rounded to their dtype as the reference does at every step."""
     return rounded(x.astype(jnp.float32) + y.astype(jnp.float32), x.dtype)
