@@ -1,0 +1,63 @@
+# Needs only make and Python >= 3.11: each target makes the virtual environment VENV when it is not
+# there, and installs into it again only when pyproject.toml has changed.
+VENV ?= .venv
+# Empty: the first usable one.
+PYTHON ?=
+# Where `make quickstart` writes.
+OUT ?= runs/quickstart
+# Two workers: two cores are what a small machine has, and each holds a JAX.
+PYTEST_ARGS ?= -n 2
+
+BIN := $(VENV)/bin
+
+.PHONY: help install install-test quickstart test test-all test-smoke check format bench clean
+
+help:
+	@echo 'make quickstart   train, resume, sample and export a small model (minutes, CPU)'
+	@echo 'make test         all tests but the slow ones'
+	@echo 'make test-all     all tests'
+	@echo 'make test-smoke   a few core tests'
+	@echo 'make check        ruff (lint and format) and mypy'
+	@echo 'make format       let ruff format and fix'
+	@echo 'make bench        measure speed on this machine'
+	@echo 'make clean        remove $(VENV) and caches'
+
+$(BIN)/python:
+	@python=$$(sh .ci/find-python 3.11 $(PYTHON)) && "$$python" -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml | $(BIN)/python
+	@echo 'Installing into $(VENV) (once; a few minutes) …'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	@touch $@
+
+$(VENV)/.installed-test: pyproject.toml | $(BIN)/python
+	@echo 'Installing into $(VENV) (once; a few minutes) …'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
+	@touch $(VENV)/.installed $@
+
+install: $(VENV)/.installed
+install-test: $(VENV)/.installed-test
+
+quickstart: install
+	$(BIN)/laneformer quickstart --out $(OUT)
+
+test: install-test
+	$(BIN)/pytest $(PYTEST_ARGS) -m 'not slow'
+
+test-all: install-test
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+test-smoke: install-test
+	$(BIN)/pytest $(PYTEST_ARGS) -m smoke
+
+check: install-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: install-test
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
