@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jinja2
 import jinja2.ext
@@ -103,9 +103,7 @@ class ChatTemplate:
             text = self._marked_by_turns(guarded, tokenizer, add_generation_prompt)
         return _tokens(text, tokenizer)
 
-    def _render(
-        self, messages: Sequence[Message], tokenizer: Tokenizer, prompt: bool
-    ) -> str:
+    def _render(self, messages: Sequence[Message], tokenizer: Tokenizer, prompt: bool) -> str:
         names = {i: name for name, i in tokenizer.control_ids.items()}
         try:
             return self._template.render(
@@ -150,7 +148,7 @@ def default_template() -> str:
 class _Generation(jinja2.ext.Extension):
     """`{% generation %}…{% endgeneration %}` puts marks around its body."""
 
-    tags = {"generation"}
+    tags: ClassVar = {"generation"}
 
     def parse(self, parser: Any) -> list[jinja2.nodes.Node]:
         line = next(parser.stream).lineno
@@ -206,7 +204,9 @@ def _guard(content: str, control: tuple[str, ...]) -> str:
             content = content.replace(token, token[0] + _BREAK + token[1:])
         for size in range(len(token) - 1, 0, -1):
             if content.endswith(token[:size]):
-                content = content[: len(content) - size + 1] + _BREAK + content[len(content) - size + 1 :]
+                content = (
+                    content[: len(content) - size + 1] + _BREAK + content[len(content) - size + 1 :]
+                )
                 break
     return content
 

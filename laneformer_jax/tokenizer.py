@@ -34,26 +34,26 @@ JSON_NAME = "tokenizer.json"
 # space. Its three UTF-8 bytes as byte pieces are taken literally by every decoder.
 _LITERAL_SPACE_MARK = "\u2581"
 
-_TRAINER_OPTIONS: dict[str, Any] = dict(
-    model_type="bpe",
-    byte_fallback=True,
-    split_digits=True,
-    allow_whitespace_only_pieces=True,
-    split_by_whitespace=True,
-    split_by_unicode_script=True,
-    split_by_number=True,
-    normalization_rule_name="identity",
-    remove_extra_whitespaces=False,
-    add_dummy_prefix=False,
-    max_sentencepiece_length=16,
-    character_coverage=0.99995,
-    max_sentence_length=1 << 16,
-    unk_id=0,
-    bos_id=1,
-    eos_id=2,
-    pad_id=-1,
-    minloglevel=2,
-)
+_TRAINER_OPTIONS: dict[str, Any] = {
+    "model_type": "bpe",
+    "byte_fallback": True,
+    "split_digits": True,
+    "allow_whitespace_only_pieces": True,
+    "split_by_whitespace": True,
+    "split_by_unicode_script": True,
+    "split_by_number": True,
+    "normalization_rule_name": "identity",
+    "remove_extra_whitespaces": False,
+    "add_dummy_prefix": False,
+    "max_sentencepiece_length": 16,
+    "character_coverage": 0.99995,
+    "max_sentence_length": 1 << 16,
+    "unk_id": 0,
+    "bos_id": 1,
+    "eos_id": 2,
+    "pad_id": -1,
+    "minloglevel": 2,
+}
 _LINES_PER_SENTENCE = 8
 
 
@@ -216,9 +216,7 @@ class _SentencePiece:
         if self.bos_id < 0 or self.eos_id < 0:
             raise UserError(f"{source}: has no begin or no end token; a language model needs both")
         self.control_ids = {
-            self._sp.id_to_piece(i): i
-            for i in range(self.vocab_size)
-            if self._sp.is_control(i)
+            self._sp.id_to_piece(i): i for i in range(self.vocab_size) if self._sp.is_control(i)
         }
         mark = [self._sp.piece_to_id(f"<0x{b:02X}>") for b in _LITERAL_SPACE_MARK.encode()]
         self._mark_ids = np.asarray(mark, np.int32)
@@ -245,7 +243,7 @@ class _SentencePiece:
         """The same model for text that continues a sequence: it puts no space in front."""
         from sentencepiece import sentencepiece_model_pb2
 
-        model = sentencepiece_model_pb2.ModelProto()
+        model: Any = vars(sentencepiece_model_pb2)["ModelProto"]()
         model.ParseFromString(self.data)
         if not model.normalizer_spec.add_dummy_prefix:
             return self._sp

@@ -1,0 +1,105 @@
+"""Text files and source trees: every file is one document."""
+
+from __future__ import annotations
+
+import fnmatch
+import glob
+import os
+from collections.abc import Collection, Iterator, Sequence
+
+from data.config import SourceConfig
+from data.sources import BadDocument, Record, Split, in_split
+from laneformer_jax.errors import UserError
+
+_SKIPPED_FOLDERS = frozenset({".git", ".hg", ".svn", "__pycache__", "node_modules", ".venv"})
+
+
+class TextFiles:
+    """Files below one or more roots, in the order of their paths.
+
+    Args:
+        roots: folders; a document's name is its path below its root.
+        files: `(index of root, path below it)` of every document.
+    """
+
+    def __init__(self, roots: Sequence[str], files: Sequence[tuple[int, str]]):
+        self._roots, self._files = list(roots), list(files)
+
+    @classmethod
+    def find(cls, name: str, config: SourceConfig, split: Split) -> TextFiles:
+        """List what `config` names. Raises UserError when a path matches nothing."""
+        roots, files = [], []
+        for given in config.paths:
+            for root, names in expand(name, given, config.pattern):
+                roots.append(root)
+                files += [(len(roots) - 1, n) for n in names if in_split(n, config.heldout, split)]
+        return cls(roots, files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def where(self, index: int) -> str:
+        root, name = self._files[index]
+        return os.path.join(self._roots[root], name)
+
+    def __getitem__(self, index: int) -> Record:
+        path = self.where(index)
+        try:
+            with open(path, "rb") as file:
+                data = file.read()
+        except OSError as error:
+            raise BadDocument(path, "unreadable", f"cannot be read: {error.strerror}") from None
+        return {"text": utf8(data, path)}
+
+
+def utf8(data: bytes, where: str) -> str:
+    """`data` as text with its newlines as they are; raises BadDocument when it is not UTF-8."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadDocument(where, "undecodable", f"byte {error.start}: not UTF-8 text") from None
+
+
+def expand(source: str, path: str, pattern: str = "*") -> list[tuple[str, list[str]]]:
+    """The files that a file, folder or glob stands for, as `(root, sorted paths below it)`.
+
+    Raises:
+        UserError: there are none.
+    """
+    path = os.path.expanduser(path)
+    if os.path.isdir(path):
+        names = sorted(n for n in walk(path) if fnmatch.fnmatch(os.path.basename(n), pattern))
+        if not names:
+            raise UserError(f"source {source!r}: no file in {path} matches {pattern!r}")
+        return [(path, names)]
+    matches = [path] if os.path.isfile(path) else sorted(glob.glob(path, recursive=True))
+    files = [m for m in matches if os.path.isfile(m)]
+    if not files:
+        raise UserError(f"source {source!r}: {path}: no such file, folder or match")
+    root = os.path.dirname(path) if path == files[0] else _fixed_part(path)
+    return [(root, [os.path.relpath(f, root or ".") for f in files])]
+
+
+def walk(root: str, left_out: Collection[str] = ()) -> Iterator[str]:
+    """Paths of the files below `root`, relative to it.
+
+    Left out are folders called as in `left_out`, those of version control, and links to folders.
+    """
+    skipped = _SKIPPED_FOLDERS.union(left_out)
+    folders = [""]
+    while folders:
+        below = folders.pop()
+        with os.scandir(os.path.join(root, below)) as entries:
+            for entry in entries:
+                name = os.path.join(below, entry.name)
+                if entry.is_dir(follow_symlinks=False):
+                    if entry.name not in skipped:
+                        folders.append(name)
+                elif entry.is_file():
+                    yield name
+
+
+def _fixed_part(pattern: str) -> str:
+    parts = pattern.split(os.sep)
+    wild = next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts))
+    return os.sep.join(parts[:wild])
