@@ -1,28 +1,35 @@
-"""Hugging Face folders: config.json and safetensors under the public names, both ways."""
+"""Hugging Face folders in the lane layout: config.json and safetensors under the public names, both ways."""
 
 import json
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes  # noqa: F401  registers bfloat16 with numpy, which safetensors asks for by name
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
+from laneformer_jax.checkpoint.tensorfile import (
+    SHARD_BYTES,
+    TensorFolder,
+    TensorSpec,
+    TensorWriter,
+    count_nonfinite,
+)
 from laneformer_jax.config import LaneformerConfig
 from laneformer_jax.errors import UserError
 from laneformer_jax.files import atomic_dir
 from laneformer_jax.model import Laneformer, parameter_paths
 from laneformer_jax.sharding import named, parameter_spec
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-SHARD_BYTES = 5 * 10**9
+ARCHITECTURE, MODEL_TYPE = "LaneformerTPForCausalLM", "laneformer_tp"
+HEAD = "lm_head.weight"
 _SHOWN = 8
+# Never code, never pickles: what a Hub repository is asked for.
+DOWNLOADED = ("*.json", "*.safetensors", "tokenizer*", "*.jinja", "merges.txt", "LICENSE*", "README.md")
 
 
 def tensor_name(path: str) -> str:
@@ -35,8 +42,21 @@ def abstract_model(config: LaneformerConfig, dtype: Any = jnp.float32) -> Lanefo
     return nnx.eval_shape(lambda: Laneformer(config, rngs=nnx.Rngs(0), dtype=dtype))
 
 
+def parameter_shapes(config: LaneformerConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of every parameter by dotted path."""
+    paths = parameter_paths(nnx.state(abstract_model(config)))
+    return {path: tuple(variable.shape) for path, variable in paths.items()}
+
+
+# Reading
+
+
 def find_folder(path_or_repo: str | Path) -> Path:
-    """A local folder as it is, or the downloaded snapshot of a Hub repository id."""
+    """A local folder as it is, or the downloaded snapshot of a Hub repository id.
+
+    Raises:
+        UserError: there is neither; a file where a folder is needed, a pickle above all.
+    """
     folder = Path(path_or_repo)
     if folder.is_dir():
         return folder
@@ -49,13 +69,36 @@ def find_folder(path_or_repo: str | Path) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        patterns = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]  # never code, never pickles
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        return Path(snapshot_download(name, allow_patterns=list(DOWNLOADED)))
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
             f"{name}: no such folder, and not to be had from the Hub ({reason})"
         ) from None
+
+
+def model_type(folder: Path) -> str | None:
+    """`model_type` of a folder's config.json; None when that does not say. Raises UserError without one."""
+    path = folder / "config.json"
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON ({error})") from None
+    found = values.get("model_type") if isinstance(values, dict) else None
+    return found if isinstance(found, str) else None
+
+
+def read_config(folder: Path) -> LaneformerConfig:
+    """The config of a folder in the lane layout; raises UserError for another kind of model."""
+    kind = model_type(folder)
+    if kind is not None and "laneformer" not in kind:
+        raise UserError(
+            f"{folder / 'config.json'}: model_type {kind!r} is not a Laneformer; dense Llama, Mistral and "
+            "Qwen3 models become one with `laneformer import --lanes N`, others need code that is never run"
+        )
+    return LaneformerConfig.from_json(folder)
 
 
 def load(path_or_repo: str | Path, dtype: Any = None, mesh: Mesh | None = None) -> Laneformer:
@@ -70,31 +113,82 @@ def load(path_or_repo: str | Path, dtype: Any = None, mesh: Mesh | None = None) 
             shape, all of them named.
     """
     folder = find_folder(path_or_repo)
-    config = LaneformerConfig.from_json(folder)
-    files = _tensor_files(folder)
+    config = read_config(folder)
+    tensors = TensorFolder(folder)
     model = abstract_model(config)
     params = nnx.state(model)
     paths = parameter_paths(params)
-    _check_tensors(folder, config, files, {tensor_name(p): v.shape for p, v in paths.items()})
-    loaded: dict[str, jax.Array] = {}
-    for file in sorted(set(files.values())):
-        with _open(file) as handle:
-            for path in paths:
-                name = tensor_name(path)
-                if files.get(name) != file:
-                    continue
-                try:
-                    value = handle.get_tensor(name)
-                except SafetensorError as error:
-                    raise UserError(f"{file}: tensor {name} cannot be read ({error})") from None
-                value = value if dtype is None else value.astype(jnp.dtype(dtype))
-                sharding = named(mesh, parameter_spec(path, config)) if mesh is not None else None
-                loaded[path] = jax.device_put(value, sharding)
+    check_tensors(tensors, config, {tensor_name(p): v.shape for p, v in paths.items()})
+    warn_of_untied_head(tensors, config)
     for path, variable in paths.items():
-        variable.set_value(loaded[path])
+        value = read_tensor(tensors, tensor_name(path), dtype)
+        sharding = named(mesh, parameter_spec(path, config)) if mesh is not None else None
+        variable.set_value(jax.device_put(value, sharding))
     nnx.update(model, params)
     model.mesh = mesh
     return model
+
+
+def read_tensor(tensors: TensorFolder, name: str, dtype: Any = None) -> np.ndarray:
+    """One tensor, cast to `dtype`. Warns of NaN and infinite values, its own and the cast's."""
+    value = tensors.read(name)
+    if bad := count_nonfinite(value):
+        warnings.warn(
+            f"{tensors.files[name]}: tensor {name} holds {bad} NaN or infinite values",
+            stacklevel=2,
+        )
+    return cast(value, dtype, name)
+
+
+def cast(value: np.ndarray, dtype: Any, name: str) -> np.ndarray:
+    """`value` in `dtype` (None: its own), rounded to nearest even. Warns of values beyond its range."""
+    if dtype is None or value.dtype == (dtype := jnp.dtype(dtype)):
+        return value
+    with np.errstate(over="ignore"):
+        out = value.astype(dtype)
+    overflowed = count_nonfinite(out) - count_nonfinite(value)
+    if overflowed:
+        warnings.warn(f"tensor {name}: {overflowed} values exceed the range of {dtype}", stacklevel=2)
+    return out
+
+
+def warn_of_untied_head(tensors: TensorFolder, config: LaneformerConfig) -> None:
+    """A tied head may be stored all the same and is not read; say so when it is not the embedding."""
+    if not config.tie_word_embeddings or HEAD not in tensors.specs:
+        return
+    embedding = tensors.read("model.tok_embeddings.weight")
+    if not np.array_equal(tensors.read(HEAD), embedding):
+        warnings.warn(
+            f"{tensors.files[HEAD]}: {HEAD} differs from the embedding, but the config ties them "
+            "(tie_word_embeddings): it is ignored",
+            stacklevel=2,
+        )
+
+
+def check_tensors(
+    tensors: TensorFolder, config: LaneformerConfig, expected: Mapping[str, Iterable[int]]
+) -> None:
+    """Raises UserError naming every tensor that is missing, extra or of another shape than `expected`."""
+    specs: Mapping[str, TensorSpec] = tensors.specs
+    extra = specs.keys() - expected.keys()
+    if config.tie_word_embeddings:
+        extra -= {HEAD}
+    found = [f"missing {name} {list(shape)}" for name, shape in expected.items() if name not in specs]
+    found += [
+        f"{name} is {list(specs[name].shape)}, must be {list(shape)}"
+        for name, shape in expected.items()
+        if name in specs and specs[name].shape != tuple(shape)
+    ]
+    found += [f"unexpected {name} {list(specs[name].shape)}" for name in sorted(extra)]
+    if found:
+        shown = found if len(found) <= 2 * _SHOWN else found[:_SHOWN]
+        more = f"; and {len(found) - len(shown)} more" if len(found) > len(shown) else ""
+        raise UserError(
+            f"{tensors.folder}: tensors do not fit the config: {'; '.join(shown)}{more}"
+        )
+
+
+# Writing
 
 
 def save(model: Laneformer, path: str | Path, shard_bytes: int = SHARD_BYTES) -> None:
@@ -103,9 +197,14 @@ def save(model: Laneformer, path: str | Path, shard_bytes: int = SHARD_BYTES) ->
     Raises:
         UserError: `path` exists and is not an empty folder.
     """
+    params = {tensor_name(p): v[...] for p, v in parameter_paths(nnx.state(model)).items()}
+    specs = {n: TensorSpec(tuple(v.shape), np.dtype(v.dtype)) for n, v in params.items()}
     with atomic_dir(path) as folder:
-        write_config(model.config, folder, parameter_dtype(model))
-        write_tensors(parameter_paths(nnx.state(model)), folder, shard_bytes)
+        text = config_text(model.config, parameter_dtype(model))
+        (folder / "config.json").write_text(text, encoding="utf-8")
+        with TensorWriter(folder, specs, shard_bytes) as writer:
+            for name, value in params.items():
+                writer.write(name, np.asarray(value))
 
 
 def parameter_dtype(model: Laneformer) -> str:
@@ -113,105 +212,14 @@ def parameter_dtype(model: Laneformer) -> str:
     return str(model.tok_embeddings.weight.dtype)
 
 
-def write_config(config: LaneformerConfig, folder: Path, dtype: str) -> None:
+def config_text(config: LaneformerConfig, dtype: str) -> str:
+    """A config.json for weights of `dtype`: every key it came with, and what loaders look for."""
     values = config.to_dict()
-    values.setdefault("architectures", ["LaneformerTPForCausalLM"])
-    values.setdefault("model_type", "laneformer_tp")
+    values.setdefault("architectures", [ARCHITECTURE])
+    values.setdefault("model_type", MODEL_TYPE)
     for key in ("torch_dtype", "dtype"):
         if key in values:
             values[key] = dtype
-    values.setdefault("torch_dtype", dtype)
-    text = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
-    (folder / "config.json").write_text(text, encoding="utf-8")
-
-
-def write_tensors(paths: dict[str, Any], folder: Path, shard_bytes: int) -> None:
-    """Write parameters in order, one shard in memory at a time."""
-    shards = list(_shards(paths, shard_bytes))
-    if len(shards) == 1:
-        save_file(_to_host(shards[0]), folder / SINGLE, metadata={"format": "pt"})
-        return
-    weight_map = {}
-    for i, shard in enumerate(shards):
-        file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        save_file(_to_host(shard), folder / file, metadata={"format": "pt"})
-        weight_map |= {tensor_name(path): file for path in shard}
-    total = sum(v.size * v.dtype.itemsize for v in paths.values())
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def _shards(paths: dict[str, Any], shard_bytes: int) -> Iterator[dict[str, Any]]:
-    shard: dict[str, Any] = {}
-    size = 0
-    for path, variable in paths.items():
-        bytes_ = variable.size * variable.dtype.itemsize
-        if shard and size + bytes_ > shard_bytes:
-            yield shard
-            shard, size = {}, 0
-        shard[path] = variable
-        size += bytes_
-    yield shard
-
-
-def _to_host(shard: dict[str, Any]) -> dict[str, np.ndarray]:
-    return {
-        tensor_name(path): np.ascontiguousarray(jax.device_get(variable[...]))
-        for path, variable in shard.items()
-    }
-
-
-def _open(file: Path) -> Any:
-    try:
-        return safe_open(file, framework="np")
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{file}: not a complete safetensors file ({error})") from None
-
-
-def _tensor_files(folder: Path) -> dict[str, Path]:
-    """Tensor name -> the file that holds it. Raises UserError for a shard that the index names and is not there."""
-    if (folder / INDEX).exists():
-        try:
-            weight_map = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
-            files = {name: folder / Path(file).name for name, file in weight_map.items()}
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise UserError(
-                f"{folder / INDEX}: not a JSON index with a `weight_map` of tensor names to files"
-            ) from None
-        for name, file in files.items():
-            if not file.exists():
-                raise UserError(f"{file}: shard is missing; {INDEX} puts tensor {name} in it")
-        return files
-    if not (folder / SINGLE).exists():
-        found = sorted(p.name for p in folder.iterdir())
-        hint = " (pickled weights are never loaded; convert them to safetensors)"
-        pickled = any(name.endswith((".bin", ".pt", ".pth")) for name in found)
-        raise UserError(f"{folder}: holds no {SINGLE} or {INDEX}{hint if pickled else ''}")
-    with _open(folder / SINGLE) as handle:
-        return {name: folder / SINGLE for name in handle.keys()}
-
-
-def _check_tensors(
-    folder: Path, config: LaneformerConfig, files: dict[str, Path], expected: dict[str, Any]
-) -> None:
-    found: dict[str, tuple[int, ...]] = {}
-    for file in sorted(set(files.values())):
-        with _open(file) as handle:
-            held = set(handle.keys())
-            for name in files:
-                if files[name] == file and name in held:
-                    found[name] = tuple(handle.get_slice(name).get_shape())
-    extra = found.keys() - expected.keys()
-    if config.tie_word_embeddings:  # a tied head may be stored all the same
-        extra -= {"lm_head.weight"}
-    problems = [f"missing {name} {list(expected[name])}" for name in expected if name not in found]
-    problems += [
-        f"{name} is {list(found[name])}, must be {list(shape)}"
-        for name, shape in expected.items()
-        if name in found and found[name] != tuple(shape)
-    ]
-    problems += [f"unexpected {name} {list(found[name])}" for name in sorted(extra)]
-    if problems:
-        shown = "; ".join(problems[:_SHOWN]) if len(problems) > 2 * _SHOWN else "; ".join(problems)
-        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > 2 * _SHOWN else ""
-        raise UserError(f"{folder}: tensors do not fit the config: {shown}{more}")
+    if "dtype" not in values:
+        values["torch_dtype"] = dtype
+    return json.dumps(values, indent=2, ensure_ascii=False) + "\n"
