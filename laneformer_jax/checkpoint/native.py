@@ -1,4 +1,4 @@
-"""The native checkpoint: orbax arrays, one item per parameter group, and a manifest that proves it whole.
+"""The native checkpoint: orbax arrays by parameter group, and a manifest that proves it whole.
 
 A checkpoint is a folder:
 
@@ -7,21 +7,20 @@ A checkpoint is a folder:
     config.json                     the model, under the Hugging Face names
     metadata.json                   what wrote it, and what the trainer adds (step, data state, …)
     tokenizer.model                 when there is one (or tokenizer.json)
-    MANIFEST.json                   size and CRC-32 of every file above; written last, before the commit
+    MANIFEST.json                   size and CRC-32 of every file above; written last
 
-Groups let a conversion hold one layer at a time. A folder without a manifest, or one that contradicts
-it, is not complete and is never loaded.
+Groups let a conversion hold one layer at a time. A folder without a manifest, or one that
+contradicts it, is not complete and is never loaded. `checkpoint.training` writes the numbered
+checkpoints of a run.
 """
 
 import json
 import os
-import shutil
 import warnings
 import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from flax import nnx
 from jax.sharding import Mesh, SingleDeviceSharding
-from orbax.checkpoint.checkpoint_managers import preservation_policy as keep_policy
 
 from laneformer_jax.checkpoint.hf import abstract_model
 from laneformer_jax.config import LaneformerConfig
@@ -41,7 +39,7 @@ from laneformer_jax.sharding import named, parameter_spec
 
 Params = dict[str, Any]  # dotted parameter path -> array (or its shape)
 
-EMBEDDING, HEAD, OPTIMIZER = "embedding", "head", "optimizer"
+EMBEDDING, HEAD = "embedding", "head"
 CONFIG, METADATA, MANIFEST = "config.json", "metadata.json", "MANIFEST.json"
 TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json")
 CHECKPOINTS = "checkpoints"  # the folder of steps inside a run's folder
@@ -54,7 +52,7 @@ _SHOWN = 4
 
 
 def group_of(path: str) -> str:
-    """The group that holds the parameter at a dotted path: `embedding`, `layer_007`, … or `head`."""
+    """The group of the parameter at a dotted path: `embedding`, `layer_007`, … or `head`."""
     if path.startswith("layers."):
         return f"layer_{int(path.split('.')[1]):03d}"
     return EMBEDDING if path.startswith("tok_embeddings.") else HEAD
@@ -102,17 +100,20 @@ def model_of(config: LaneformerConfig, params: Mapping[str, Any], mesh: Mesh | N
 
 
 class Writer:
-    """Fills a new inference checkpoint group by group."""
+    """Fills a new inference checkpoint group by group; `folder` is where it grows."""
 
     def __init__(self, folder: Path):
-        self._folder = folder
+        self.folder = folder
 
     def add(self, group: str, params: Mapping[str, Any]) -> None:
         """Write one group; every path in `params` must belong to it."""
         strays = [path for path in params if group_of(path) != group]
         assert not strays, f"{strays} do not belong to {group}"
-        with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(self._folder.resolve() / group, dict(params))
+        # Plain files without compression: weights hardly compress, and it halves the time.
+        handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False)
+        with ocp.Checkpointer(handler) as checkpointer:
+            item = ocp.args.PyTreeSave(dict(params))
+            checkpointer.save(self.folder.resolve() / group, args=item)
 
 
 @contextmanager
@@ -122,6 +123,7 @@ def new_checkpoint(
     dtype: str,
     tokenizer: str | Path | None = None,
     metadata: Mapping[str, Any] | None = None,
+    files: Mapping[str, bytes] | None = None,
 ) -> Iterator[Writer]:
     """Write an inference checkpoint one group at a time; it appears whole or not at all.
 
@@ -130,22 +132,21 @@ def new_checkpoint(
         dtype: of the weights, such as `float32`.
         tokenizer: a tokenizer file, or a folder that holds one, to copy.
         metadata: added to what `read_metadata` returns.
+        files: more files to lay beside the arrays, or in place of config.json, by name.
 
     Raises:
         UserError: `path` is taken, or there is no tokenizer where one was named.
     """
-    files = _side_files(
-        config, {"kind": "inference", "dtype": dtype, **(metadata or {})}, tokenizer
-    )
+    side = side_files(config, {"kind": "inference", "dtype": dtype, **(metadata or {})}, tokenizer)
     with atomic_dir(path) as folder:
         yield Writer(folder)
-        _write_side_files(folder, files)
+        write_side_files(folder, {**side, **(files or {})})
 
 
 def save_inference(
     path: str | Path, model: Laneformer, tokenizer: str | Path | None = None
 ) -> None:
-    """Write parameters, config and tokenizer to a new folder. Raises UserError as `new_checkpoint`."""
+    """Write parameters, config and tokenizer to a new folder; raises as `new_checkpoint`."""
     params = {p: v[...] for p, v in parameter_paths(nnx.state(model)).items()}
     dtype = str(model.tok_embeddings.weight.dtype)
     with new_checkpoint(path, model.config, dtype, tokenizer) as writer:
@@ -178,7 +179,7 @@ def environment() -> dict[str, Any]:
     }
 
 
-def _side_files(
+def side_files(
     config: LaneformerConfig, metadata: Mapping[str, Any], tokenizer: str | Path | None
 ) -> dict[str, bytes]:
     files = {
@@ -196,7 +197,7 @@ def _json(value: Any) -> bytes:
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def _write_side_files(folder: Path, files: Mapping[str, bytes]) -> None:
+def write_side_files(folder: Path, files: Mapping[str, bytes]) -> None:
     """The files beside the arrays, then the manifest of all."""
     for name, content in files.items():
         _write_synced(folder / name, content)
@@ -256,7 +257,7 @@ def problems(folder: str | Path) -> list[str]:
 
 def is_native(path: str | Path) -> bool:
     """Whether `path` is a native checkpoint, a folder of them, or a run with some."""
-    return bool(_candidates(Path(path)))
+    return bool(candidates(Path(path)))
 
 
 def find(path: str | Path) -> Path:
@@ -268,14 +269,14 @@ def find(path: str | Path) -> Path:
         UserError: there is none, or none is complete; says what is wrong with each.
     """
     path = Path(path)
-    candidates = _candidates(path)
-    if not candidates:
+    found = candidates(path)
+    if not found:
         what = "no such folder" if not path.exists() else "holds no native checkpoint"
         raise UserError(f"{path}: {what}")
-    return _newest_complete(path, candidates)
+    return newest_complete(path, found)
 
 
-def _newest_complete(path: Path, candidates: list[Path]) -> Path:
+def newest_complete(path: Path, candidates: list[Path]) -> Path:
     damaged: list[str] = []
     for folder in candidates:
         found = problems(folder)
@@ -295,7 +296,7 @@ def _short(found: list[str]) -> str:
     return ", ".join(found[:_SHOWN]) + more
 
 
-def _candidates(path: Path) -> list[Path]:
+def candidates(path: Path) -> list[Path]:
     """Checkpoint folders at `path`, newest first."""
     if (path / MANIFEST).exists() or (path / METADATA).exists():
         return [path]
@@ -311,7 +312,7 @@ def _candidates(path: Path) -> list[Path]:
 
 
 def read_metadata(path: str | Path) -> dict[str, Any]:
-    """metadata.json of one checkpoint folder (see `find`). Raises UserError when it cannot be read."""
+    """metadata.json of one checkpoint folder (see `find`). Raises UserError if unreadable."""
     file = Path(path) / METADATA
     try:
         return dict(json.loads(file.read_bytes()))
@@ -324,11 +325,21 @@ def read_config(path: str | Path) -> LaneformerConfig:
     return LaneformerConfig.from_json(Path(path) / CONFIG)
 
 
+def stored(path: str | Path, group: str) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape and dtype of what a group of a checkpoint folder holds, on the first device."""
+    single = SingleDeviceSharding(jax.local_devices()[0])
+    with ocp.StandardCheckpointer() as checkpointer:
+        tree = checkpointer.metadata(Path(path).resolve() / group).item_metadata.tree
+    return {
+        p: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=single) for p, leaf in tree.items()
+    }
+
+
 def read_group(path: str | Path, group: str, target: Mapping[str, Any]) -> dict[str, jax.Array]:
     """One group of a checkpoint folder as arrays.
 
-    target: dotted path -> `jax.ShapeDtypeStruct` with sharding, as `abstract_params` gives it; arrays
-    are cast to its dtype. All of the group's paths must be there.
+    target: dotted path -> `jax.ShapeDtypeStruct` with sharding, as `abstract_params` gives it;
+    arrays are cast to its dtype. All of the group's paths must be there.
 
     Raises:
         UserError: the group lacks a tensor, or one has another shape; names all of them.
@@ -372,113 +383,3 @@ def load_model(path: str | Path, dtype: Any = None, mesh: Mesh | None = None) ->
     dtype = read_metadata(folder)["dtype"] if dtype is None else dtype
     params = read_params(folder, abstract_params(config, dtype, mesh))
     return model_of(config, params, mesh)
-
-
-# Training
-
-
-@dataclass(frozen=True)
-class Restored:
-    """A training checkpoint that was read back."""
-
-    step: int
-    folder: Path
-    params: dict[str, jax.Array]
-    optimizer: Any
-    metadata: dict[str, Any]
-
-
-class TrainingCheckpoints:
-    """The numbered checkpoints of one run, over orbax's CheckpointManager.
-
-    A save is written to a temporary folder and renamed when it and its manifest are on disk; a process
-    that is killed at any moment leaves the checkpoints before it as they were.
-
-    Args:
-        folder: where the numbered folders go; made when missing.
-        keep: how many of the newest stay.
-        keep_every: steps whose multiples stay for good; None: none.
-    """
-
-    def __init__(self, folder: str | Path, keep: int = 2, keep_every: int | None = None):
-        self.folder = Path(folder).resolve()
-        self._files: dict[str, bytes] = {}
-        self._saving: int | None = None
-        policies: list[Any] = [keep_policy.LatestN(keep)]
-        if keep_every:
-            policies.append(keep_policy.EveryNSteps(keep_every))
-        self._options = ocp.CheckpointManagerOptions(
-            preservation_policy=keep_policy.AnyPreservationPolicy(policies),
-            async_options=ocp.AsyncOptions(post_finalization_callback=self._finish),
-            enable_background_delete=False,
-        )
-        self._manager = ocp.CheckpointManager(self.folder, options=self._options)
-
-    def steps(self) -> list[int]:
-        """Steps with a committed folder, whole or not, ascending."""
-        return sorted(self._manager.all_steps(read=True))
-
-    def save(
-        self,
-        step: int,
-        params: Mapping[str, Any],
-        optimizer: Any,
-        config: LaneformerConfig,
-        metadata: Mapping[str, Any],
-        tokenizer: str | Path | None = None,
-    ) -> None:
-        """Start saving; returns when the arrays may be donated. Waits for an earlier save first.
-
-        Raises what an earlier background save failed with (a full or read-only disk, say).
-        """
-        self.wait()
-        dtype = str(next(iter(params.values())).dtype)
-        metadata = {"kind": "training", "dtype": dtype, "step": step, **metadata}
-        self._files, self._saving = _side_files(config, metadata, tokenizer), step
-        items = {group: ocp.args.StandardSave(v) for group, v in grouped(params).items()}
-        items[OPTIMIZER] = ocp.args.StandardSave(optimizer)
-        self._manager.save(step, args=ocp.args.Composite(**items), force=True)
-
-    def wait(self) -> None:
-        """Until the last save is committed; raises what it failed with."""
-        self._manager.wait_until_finished()
-        self._manager.check_for_errors()
-
-    def restore(self, params: Mapping[str, Any], optimizer: Any) -> Restored | None:
-        """The newest complete checkpoint on the shardings of the abstract `params` and `optimizer`.
-
-        Damaged newer ones are renamed out of the way, with a warning.
-
-        Returns:
-            None when the folder holds no checkpoint at all.
-
-        Raises:
-            UserError: there are checkpoints, but none is complete.
-        """
-        candidates = _candidates(self.folder)
-        if not candidates:
-            return None
-        folder = _newest_complete(self.folder, candidates)
-        for damaged in candidates[: candidates.index(folder)]:
-            if jax.process_index() == 0:
-                aside = damaged.with_name(f"{damaged.name}.damaged")
-                shutil.rmtree(aside, ignore_errors=True)
-                damaged.rename(aside)
-        self._manager.reload()
-        with ocp.StandardCheckpointer() as checkpointer:
-            state = checkpointer.restore(folder / OPTIMIZER, optimizer)
-        return Restored(
-            int(folder.name), folder, read_params(folder, params), state, read_metadata(folder)
-        )
-
-    def close(self) -> None:
-        """Finish the last save and release the threads."""
-        self._manager.close()
-
-    def _finish(self) -> None:
-        """Orbax calls this when the arrays are on disk and the folder has not yet its final name."""
-        if jax.process_index() != 0:
-            return
-        temporary = list(self.folder.glob(f"{self._saving}.orbax-checkpoint-tmp*"))
-        assert len(temporary) == 1, f"{self.folder}: no single temporary folder: {temporary}"
-        _write_side_files(temporary[0], self._files)

@@ -13,6 +13,7 @@ from flax import nnx
 
 from laneformer_jax import Laneformer, LaneformerConfig
 from laneformer_jax.checkpoint import native
+from laneformer_jax.checkpoint.training import TrainingCheckpoints
 from laneformer_jax.errors import UserError
 from laneformer_jax.model import parameter_paths
 from laneformer_jax.sharding import make_mesh, named, parameter_spec
@@ -118,7 +119,7 @@ def abstract(tree):
 
 def save_steps(folder: Path, model: Laneformer, steps, **kwargs) -> None:
     params, optimizer = train_state(model)
-    checkpoints = native.TrainingCheckpoints(folder, **kwargs)
+    checkpoints = TrainingCheckpoints(folder, **kwargs)
     for step in steps:
         scaled = jax.tree.map(lambda x, s=step: x + s, params)
         checkpoints.save(step, scaled, optimizer, CONFIG, {"data": {"at": step}})
@@ -130,10 +131,10 @@ def save_steps(folder: Path, model: Laneformer, steps, **kwargs) -> None:
 def test_training_round_trip_across_meshes(model, tmp_path, write, read):
     mesh = make_mesh(*write)
     params, optimizer = train_state(model, mesh)
-    checkpoints = native.TrainingCheckpoints(tmp_path / "run" / "checkpoints")
+    checkpoints = TrainingCheckpoints(tmp_path / "run" / "checkpoints")
     checkpoints.save(7, params, optimizer, CONFIG, {"data": [1, {"x": None}]})
     checkpoints.close()
-    other = native.TrainingCheckpoints(tmp_path / "run" / "checkpoints")
+    other = TrainingCheckpoints(tmp_path / "run" / "checkpoints")
     target = train_state(model, make_mesh(*read))
     restored = other.restore(abstract(target[0]), abstract(target[1]))
     other.close()
@@ -188,7 +189,7 @@ def test_damage_falls_back_to_the_newest_complete_one(model, tmp_path, damage):
     params, optimizer = train_state(model)
     with pytest.warns(UserWarning, match=f"(?s)/2 is not complete.*{what}.*falling back.*/1"):
         native.load_model(tmp_path)
-    checkpoints = native.TrainingCheckpoints(tmp_path)
+    checkpoints = TrainingCheckpoints(tmp_path)
     with pytest.warns(UserWarning, match="falling back"):
         restored = checkpoints.restore(abstract(params), abstract(optimizer))
     assert restored is not None
@@ -207,8 +208,8 @@ def test_nothing_complete_left_says_what_is_wrong(model, tmp_path):
     truncate(tmp_path / "1")
     delete(tmp_path / "2")
     params, optimizer = train_state(model)
-    checkpoints = native.TrainingCheckpoints(tmp_path)
-    with pytest.raises(UserError, match="(?s)no complete checkpoint.*/2 .*missing.*/1 .*bytes"):
+    checkpoints = TrainingCheckpoints(tmp_path)
+    with pytest.raises(UserError, match=r"(?s)no complete checkpoint.*/2 .*missing.*/1 .*bytes"):
         checkpoints.restore(abstract(params), abstract(optimizer))
     checkpoints.close()
     with pytest.raises(UserError, match="no such folder"):
@@ -220,14 +221,14 @@ def test_nothing_complete_left_says_what_is_wrong(model, tmp_path):
 
 def test_a_save_that_cannot_be_written_is_loud(model, tmp_path, monkeypatch):
     params, optimizer = train_state(model)
-    checkpoints = native.TrainingCheckpoints(tmp_path)
+    checkpoints = TrainingCheckpoints(tmp_path)
     checkpoints.save(1, params, optimizer, CONFIG, {})
     checkpoints.wait()
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(native, "_write_side_files", full)
+    monkeypatch.setattr(native, "write_side_files", full)
     checkpoints.save(2, params, optimizer, CONFIG, {})
     with pytest.raises(Exception, match="No space left"):
         checkpoints.wait()

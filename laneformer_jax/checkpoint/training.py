@@ -1,0 +1,127 @@
+"""The numbered checkpoints of a training run: parameters as in `native`, and optimizer state."""
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_managers import preservation_policy as keep_policy
+
+from laneformer_jax.checkpoint import native
+from laneformer_jax.config import LaneformerConfig
+
+OPTIMIZER = "optimizer"
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A training checkpoint that was read back."""
+
+    step: int
+    folder: Path
+    params: dict[str, jax.Array]
+    optimizer: Any
+    metadata: dict[str, Any]
+
+
+class TrainingCheckpoints:
+    """The numbered checkpoints of one run, over orbax's CheckpointManager.
+
+    A save is written to a temporary folder and renamed when it and its manifest are on disk; a
+    process that is killed at any moment leaves the checkpoints before it as they were.
+
+    Args:
+        folder: where the numbered folders go; made when missing.
+        keep: how many of the newest stay.
+        keep_every: steps whose multiples stay for good; None: none.
+    """
+
+    def __init__(self, folder: str | Path, keep: int = 2, keep_every: int | None = None):
+        self.folder = Path(folder).resolve()
+        self._files: dict[str, bytes] = {}
+        self._saving: int | None = None
+        policies: list[Any] = [keep_policy.LatestN(keep)]
+        if keep_every:
+            policies.append(keep_policy.EveryNSteps(keep_every))
+        self._options = ocp.CheckpointManagerOptions(
+            preservation_policy=keep_policy.AnyPreservationPolicy(policies),
+            async_options=ocp.AsyncOptions(post_finalization_callback=self._finish),
+            enable_background_delete=False,
+        )
+        self._manager = ocp.CheckpointManager(self.folder, options=self._options)
+
+    def steps(self) -> list[int]:
+        """Steps with a committed folder, whole or not, ascending."""
+        return sorted(self._manager.all_steps(read=True))
+
+    def save(
+        self,
+        step: int,
+        params: Mapping[str, Any],
+        optimizer: Any,
+        config: LaneformerConfig,
+        metadata: Mapping[str, Any],
+        tokenizer: str | Path | None = None,
+    ) -> None:
+        """Start saving; returns when the arrays may be donated. Waits for an earlier save first.
+
+        Raises what an earlier background save failed with (a full or read-only disk, say).
+        """
+        self.wait()
+        dtype = str(next(iter(params.values())).dtype)
+        metadata = {"kind": "training", "dtype": dtype, "step": step, **metadata}
+        self._files, self._saving = native.side_files(config, metadata, tokenizer), step
+        items = {group: ocp.args.StandardSave(v) for group, v in native.grouped(params).items()}
+        items[OPTIMIZER] = ocp.args.StandardSave(optimizer)
+        self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+
+    def wait(self) -> None:
+        """Until the last save is committed; raises what it failed with."""
+        self._manager.wait_until_finished()
+        self._manager.check_for_errors()
+
+    def restore(self, params: Mapping[str, Any], optimizer: Any) -> Restored | None:
+        """The newest complete checkpoint on the shardings of the abstract `params` and `optimizer`.
+
+        Damaged newer ones are renamed out of the way, with a warning.
+
+        Returns:
+            None when the folder holds no checkpoint at all.
+
+        Raises:
+            UserError: there are checkpoints, but none is complete.
+        """
+        found = native.candidates(self.folder)
+        if not found:
+            return None
+        folder = native.newest_complete(self.folder, found)
+        for damaged in found[: found.index(folder)]:
+            if jax.process_index() == 0:
+                aside = damaged.with_name(f"{damaged.name}.damaged")
+                shutil.rmtree(aside, ignore_errors=True)
+                damaged.rename(aside)
+        self._manager.reload()
+        with ocp.StandardCheckpointer() as checkpointer:
+            state = checkpointer.restore(folder / OPTIMIZER, optimizer)
+        return Restored(
+            int(folder.name),
+            folder,
+            native.read_params(folder, params),
+            state,
+            native.read_metadata(folder),
+        )
+
+    def close(self) -> None:
+        """Finish the last save and release the threads."""
+        self._manager.close()
+
+    def _finish(self) -> None:
+        """Orbax calls this with the arrays on disk, before the folder gets its final name."""
+        if jax.process_index() != 0:
+            return
+        temporary = list(self.folder.glob(f"{self._saving}.orbax-checkpoint-tmp*"))
+        assert len(temporary) == 1, f"{self.folder}: no single temporary folder: {temporary}"
+        native.write_side_files(temporary[0], self._files)
