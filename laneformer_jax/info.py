@@ -1,7 +1,8 @@
 """Parameters, memory and FLOPs of a model, from its config alone.
 
-MODEL is a preset, a config.json, or a folder that holds one (a checkpoint or an exported model).
-Without MODEL the presets are listed.
+MODEL is a preset, a config.json, or a folder that holds one: an exported model, a checkpoint or a
+run. Without MODEL the presets are listed. FIELD=VALUE changes a field of the config first, such as
+`laneformer info laneformer-2b num_hidden_layers=30`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from laneformer_jax import costs
+from laneformer_jax import costs, settings
 from laneformer_jax.config import LaneformerConfig
 from laneformer_jax.errors import UserError, nearest
 from laneformer_jax.presets import PRESETS, preset
@@ -19,6 +20,7 @@ from laneformer_jax.presets import PRESETS, preset
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL", help="preset, config.json or folder")
+    parser.add_argument("overrides", nargs="*", metavar="FIELD=VALUE", help="other field values")
     parser.add_argument(
         "--dtype",
         default="bfloat16",
@@ -37,11 +39,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.model is None:
         return _list_presets(args.json)
-    figures = describe(find_config(args.model), args.dtype, args.context)
+    config = settings.replace(find_config(args.model), args.overrides)
+    figures = describe(config, args.dtype, args.context)
+    name = " ".join([args.model, *args.overrides])
     if args.json:
-        print(json.dumps({"model": args.model, **figures}, indent=2))
+        print(json.dumps({"model": name, **figures}, indent=2))
     else:
-        _print_table(args.model, figures)
+        _print_table(name, figures)
     return 0
 
 
@@ -50,11 +54,18 @@ def find_config(name: str) -> LaneformerConfig:
     if name in PRESETS:
         return preset(name)
     if Path(name).exists():
-        return LaneformerConfig.from_json(name)
+        return LaneformerConfig.from_json(_config_file(Path(name)))
     raise UserError(
         f"{name}: neither a preset nor a file or folder{nearest(name, PRESETS)}; "
         f"presets: {', '.join(PRESETS)}"
     )
+
+
+def _config_file(path: Path) -> Path:
+    """The config.json at `path`; of a run, that of its newest checkpoint, complete or not."""
+    steps = [p for p in path.glob("checkpoints/*") if p.name.isdecimal()]
+    newest = max(steps, key=lambda p: int(p.name), default=path)
+    return path if path.is_file() or (path / "config.json").exists() else newest / "config.json"
 
 
 def describe(

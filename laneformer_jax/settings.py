@@ -44,12 +44,13 @@ def load(
         UserError: one line naming the file or override, the field, its value and what is allowed.
     """
     data = _completed(cls, {} if path is None else yaml12.read_mapping(Path(path)))
-    given = {}
-    for text in overrides:
-        key, value = _parse_override(text)
-        _assign(data, key, value, text)
-        given[key] = text
-    return _build(cls, data, "" if path is None else str(path), given)
+    return _build(cls, data, "" if path is None else str(path), _apply(data, overrides))
+
+
+def replace(obj: T, overrides: Iterable[str]) -> T:
+    """A copy of a settings object with dotted overrides laid over it. Raises UserError as `load`."""
+    data = to_dict(obj)
+    return _build(type(obj), data, "", _apply(data, overrides))
 
 
 def from_dict(cls: type[T], data: Mapping[str, Any], source: str = "") -> T:
@@ -100,6 +101,16 @@ def find_config(name: str | os.PathLike[str]) -> Path:
 
 
 # Overrides and defaults
+
+
+def _apply(data: Any, overrides: Iterable[str]) -> dict[str, str]:
+    """Set the overrides in `data`; gives the text of each by its key."""
+    given = {}
+    for text in overrides:
+        key, value = _parse_override(text)
+        _assign(data, key, value, text)
+        given[key] = text
+    return given
 
 
 def _parse_override(text: str) -> tuple[str, Any]:

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from laneformer_jax.cli import main
+from laneformer_jax.presets import preset
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "l8_d2_replicate"
 
@@ -60,6 +61,23 @@ def test_folder_and_config_file(capsys, path):
     assert figures["weight_bytes"] == 4 * figures["parameters"]
 
 
+def test_run_folder_gives_its_newest_checkpoint(capsys, tmp_path):
+    for step, layers in ((9, 6), (10, 4)):
+        folder = tmp_path / "checkpoints" / str(step)
+        folder.mkdir(parents=True)
+        config = preset("tiny", num_hidden_layers=layers)
+        (folder / "config.json").write_text(json.dumps(config.to_dict()))
+    figures = json.loads(info(capsys, str(tmp_path), "--json"))
+    assert figures["parameters"] == config.num_parameters()
+
+
+def test_fields_can_be_changed(capsys):
+    figures = json.loads(info(capsys, "tiny", "num_hidden_layers=12", "--json", "head_dim=32"))
+    changed = preset("tiny", num_hidden_layers=12, head_dim=32)
+    assert figures["parameters"] == changed.num_parameters()
+    assert figures["model"] == "tiny num_hidden_layers=12 head_dim=32"
+
+
 def test_parameters_are_those_of_the_golden_weights(capsys):
     from safetensors import safe_open
 
@@ -79,6 +97,8 @@ def test_presets_are_listed(capsys):
         (["laneformr-2b"], "error: laneformr-2b: neither a preset nor a file or folder (did you"),
         (["tiny", "--context", "1025"], "context: 1025 must be from 1 to max_position_embeddings"),
         (["tiny", "--context", "0"], "context: 0 must be from 1"),
+        (["tiny", "layers=3"], "'layers=3': layers: unknown field"),
+        (["tiny", "num_lanes=3"], "divisible by num_lanes 3"),
         (["tiny", "--dtype", "bf16"], "invalid choice: 'bf16'"),
         ([str(Path(__file__).parent)], "config.json: cannot be read"),
     ],

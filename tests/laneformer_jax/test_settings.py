@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from laneformer_jax.config import LaneformerConfig
 from laneformer_jax.errors import UserError
 from laneformer_jax.presets import preset
-from laneformer_jax.settings import configs_dir, find_config, from_dict, load, to_yaml
+from laneformer_jax.settings import configs_dir, find_config, from_dict, load, replace, to_yaml
 
 
 @dataclass(frozen=True)
@@ -142,6 +142,15 @@ def test_null_resets_an_optional_field(tmp_path):
 
 def test_an_empty_file_means_defaults(tmp_path):
     assert load(Run, write(tmp_path, "# nothing\n")) == Run()
+
+
+def test_replace_keeps_the_rest():
+    run = Run(lr=0.5, small=Model(hidden_size=32), sources=())
+    assert replace(run, ["steps=3", "small.heads=4", "small.head_size=null"]) == Run(
+        lr=0.5, steps=3, small=Model(hidden_size=32, heads=4), sources=()
+    )
+    with pytest.raises(UserError, match=r"^'stesp=3': stesp: unknown field \(did you mean 'steps'"):
+        replace(run, ["stesp=3"])
 
 
 # Refusals
