@@ -1,5 +1,5 @@
 """Generating text: `generate` for whole answers, `stream` for tokens as they come."""
 
-from decode.generate import Generation, generate, stream
+from decode.engine import Generation, generate, stream
 
 __all__ = ["Generation", "generate", "stream"]

@@ -30,7 +30,8 @@ class KVCache(NamedTuple):
         heads = config.num_key_value_heads // config.num_lanes
         shape = (local_lanes, batch, slots, heads, config.head_size)
         keys, values = (  # buffers of their own, so that all can be donated
-            tuple(jnp.zeros(shape, dtype) for _ in range(config.num_hidden_layers)) for _ in range(2)
+            tuple(jnp.zeros(shape, dtype) for _ in range(config.num_hidden_layers))
+            for _ in range(2)
         )
         return cls(keys, values, jnp.zeros((batch, slots), bool), jnp.zeros((), jnp.int32))
 

@@ -16,7 +16,9 @@ from laneformer_jax.precision import rounded
 def inverse_frequencies(config: LaneformerConfig) -> np.ndarray:
     """θ^(−2i/d), float32 [d/2], with Llama-3 scaling where the config has it."""
     d = config.head_size
-    freq = (1.0 / config.rope_theta ** (np.arange(0, d, 2, dtype=np.float32) / d)).astype(np.float32)
+    freq = (1.0 / config.rope_theta ** (np.arange(0, d, 2, dtype=np.float32) / d)).astype(
+        np.float32
+    )
     scaling = config.rope_scaling
     if scaling is None:
         return freq

@@ -144,7 +144,9 @@ def _bursts(
     chunk = prefill_chunk or prompt
     for at in range(0, prompt, chunk):
         part = slice(at, at + chunk)
-        state = run(_prefill, params, state, (ids_BP[:, part], mask_BP[:, part], position_BP[:, part]))
+        state = run(
+            _prefill, params, state, (ids_BP[:, part], mask_BP[:, part], position_BP[:, part])
+        )
     remaining = new
     while remaining:
         options = BurstOptions(min(BURST, remaining), temperature == 0, return_logits)
@@ -173,7 +175,9 @@ def _checked_prompt(
     if attention_mask is not None:
         mask = np.asarray(attention_mask).astype(bool)
         if mask.shape != ids.shape:
-            raise UserError(f"attention_mask: shape {mask.shape} must be that of prompt_ids {ids.shape}")
+            raise UserError(
+                f"attention_mask: shape {mask.shape} must be that of prompt_ids {ids.shape}"
+            )
         if not mask[:, -1].all() or (np.diff(mask.astype(np.int8), axis=1) < 0).any():
             raise UserError("attention_mask: prompts must be padded on the left only")
     return ids.astype(np.int32), mask
@@ -275,7 +279,9 @@ def _prefill(model: Laneformer, lanes: Lanes, state: State, inputs: Any) -> Stat
     return _forward(model, lanes, state, *inputs)
 
 
-def _burst(options: BurstOptions, model: Laneformer, lanes: Lanes, state: State, inputs: Any) -> Any:
+def _burst(
+    options: BurstOptions, model: Laneformer, lanes: Lanes, state: State, inputs: Any
+) -> Any:
     temperature, eos = inputs
 
     def step(state: State, _: None) -> tuple[State, tuple[jax.Array, jax.Array | None]]:
@@ -289,9 +295,7 @@ def _burst(options: BurstOptions, model: Laneformer, lanes: Lanes, state: State,
         logits_BV = state.logits_BV if options.return_logits else state.logits_BV[:, :0]
         state = state._replace(done_B=state.done_B | (token_B == eos))
         ones_B1 = jnp.ones_like(token_B[:, None], bool)
-        state = _forward(
-            model, lanes, state, token_B[:, None], ones_B1, state.position_B[:, None]
-        )
+        state = _forward(model, lanes, state, token_B[:, None], ones_B1, state.position_B[:, None])
         return state, (token_B, logits_BV)
 
     state, (token_nB, logits_nBV) = jax.lax.scan(step, state, None, length=options.length)

@@ -1,0 +1,40 @@
+"""Whatever a path holds: a Hugging Face folder or repository, a native checkpoint, or a run's folder."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jax.sharding import Mesh
+
+from laneformer_jax.chat import ChatTemplate
+from laneformer_jax.checkpoint import hf, native
+from laneformer_jax.model import Laneformer
+from laneformer_jax.tokenizer import Tokenizer
+
+CHAT_TEMPLATE = "chat_template.jinja"
+
+
+class Loaded(NamedTuple):
+    """A model and what belongs to its text."""
+
+    model: Laneformer
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate
+
+
+def load_checkpoint(path: str | Path, dtype: Any = None, mesh: Mesh | None = None) -> Loaded:
+    """Model, tokenizer and chat template of `path`; of a run the newest complete checkpoint.
+
+    dtype: of the parameters; None keeps the files'. A folder without a template gets Laneformer's own.
+
+    Raises:
+        UserError: no such checkpoint, a damaged one, or one without a tokenizer.
+    """
+    if native.is_native(path):
+        folder = native.find(path)
+        model = native.load_model(folder, dtype=dtype, mesh=mesh)
+    else:
+        folder = hf.find_folder(path)
+        model = hf.load(folder, dtype=dtype, mesh=mesh)
+    template = folder / CHAT_TEMPLATE
+    chat = ChatTemplate.load(template) if template.exists() else ChatTemplate()
+    return Loaded(model, Tokenizer.load(folder), chat)
