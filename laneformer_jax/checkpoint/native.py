@@ -15,6 +15,7 @@ checkpoints of a run.
 """
 
 import json
+import logging
 import os
 import warnings
 import zlib
@@ -46,6 +47,9 @@ CHECKPOINTS = "checkpoints"  # the folder of steps inside a run's folder
 _FORMAT = 1
 _ORBAX_STAMPS = ("_CHECKPOINT_METADATA", "commit_success.txt")  # touched at the commit itself
 _SHOWN = 4
+# Orbax says so of every item that is not OCDBT, as an inference checkpoint's are not.
+_NO_OCDBT = "Skipping merge of OCDBT checkpoints"
+logging.getLogger("absl").addFilter(lambda record: _NO_OCDBT not in record.getMessage())
 
 
 # Groups

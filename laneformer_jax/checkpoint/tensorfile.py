@@ -1,8 +1,8 @@
 """Folders of safetensors files, one tensor in memory at a time, both ways.
 
-Reading leaves the parsing and the checks of a file to the safetensors library. Writing is ours, because the
-library wants all tensors of a file at once: the header is laid down first, in the library's own order, and each
-tensor then goes to its place.
+Reading leaves the parsing and the checks of a file to the safetensors library. Writing is ours, because
+the library wants all tensors of a file at once: the header is laid down first, in the library's own order,
+and each tensor then goes to its place.
 """
 
 import json
@@ -122,7 +122,7 @@ class TensorFolder:
             reason = str(error).removeprefix("Error while deserializing header: ")
             raise UserError(f"{path}: not a whole safetensors file ({reason})") from None
         self._handles[path] = handle
-        for name in handle.keys():
+        for name in handle.offset_keys():
             if name in self.files:
                 raise UserError(f"{path}: tensor {name} is also in {self.files[name].name}")
             part = handle.get_slice(name)
@@ -163,7 +163,10 @@ class TensorWriter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        tb: TracebackType | None,
     ) -> None:
         for file in self._files:
             file.close()
@@ -179,7 +182,7 @@ class TensorWriter:
         """Put one tensor in its place; shape and dtype are as announced."""
         assert TensorSpec(value.shape, value.dtype) == self._specs[name], name
         file, offset = self._places[name]
-        rest = memoryview(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
+        rest = memoryview(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
         file.seek(offset)
         while rest:  # one call writes 2 GiB at most
             rest = rest[file.write(rest) :]

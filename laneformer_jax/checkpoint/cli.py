@@ -1,0 +1,116 @@
+"""Checkpoints to and from Hugging Face folders of safetensors."""
+
+import argparse
+import re
+import signal
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from laneformer_jax.errors import UserError
+
+DTYPES = ("float32", "bfloat16", "float16")
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def add_import_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Turn Hugging Face safetensors into a checkpoint for training and decoding."
+    )
+    parser.add_argument("source", metavar="SRC", help="folder or Hub repository id")
+    parser.add_argument("target", metavar="DST", help="new checkpoint folder")
+    _add_common(parser)
+
+
+def add_export_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Write a checkpoint as a Hugging Face folder of safetensors."
+    parser.add_argument("checkpoint", metavar="CKPT", help="checkpoint, or a training run's folder")
+    parser.add_argument("target", metavar="DST", help="new folder")
+    parser.add_argument(
+        "--vocab-size",
+        type=int,
+        metavar="N",
+        help="entries of the vocabulary to keep (default: those the tokenizer knows; all, if imported)",
+    )
+    parser.add_argument(
+        "--shard-size", metavar="SIZE", help="most bytes in a file, as 500MB (default: 5GB)"
+    )
+    _add_common(parser)
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: keep)")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="read everything back; compare tensors and probe logits (needs room for the model)",
+    )
+
+
+def run_import(args: argparse.Namespace) -> int:
+    from laneformer_jax.checkpoint import convert
+
+    with _told_plainly():
+        report = convert.import_lanes(args.source, args.target, dtype=args.dtype, check=args.verify)
+    _print(report)
+    return 0
+
+
+def run_export(args: argparse.Namespace) -> int:
+    from laneformer_jax.checkpoint import convert
+
+    shard_bytes = None if args.shard_size is None else parse_size(args.shard_size)
+    with _told_plainly():
+        report = convert.export_lanes(
+            args.checkpoint,
+            args.target,
+            dtype=args.dtype,
+            vocab_size=args.vocab_size,
+            shard_bytes=shard_bytes,
+            check=args.verify,
+        )
+    _print(report)
+    return 0
+
+
+def parse_size(text: str) -> int:
+    """`500MB` -> 500,000,000. Raises UserError."""
+    match = re.fullmatch(r"(\d+)\s*([KMG]B)?", text.strip().upper())
+    if not match or int(match[1]) == 0:
+        raise UserError(f"shard-size: {text!r} must be a number of bytes, as 500MB or 5GB")
+    return int(match[1]) * _UNITS[match[2] or ""]
+
+
+@contextmanager
+def _told_plainly() -> Iterator[None]:
+    """Warnings as one line each; a termination signal interrupts, so that nothing is left behind."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", UserWarning)
+            warnings.showwarning = _show_warning
+            yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    print(f"warning: {message}", file=sys.stderr)
+
+
+def _print(report: Any) -> None:
+    rate = report.nbytes / 1e6 / max(report.seconds, 1e-9)
+    print(
+        f"{report.folder}: {report.tensors} tensors, {report.nbytes:,} bytes in {report.seconds:.1f} s "
+        f"({rate:.0f} MB/s)"
+    )
+    for text in report.checks:
+        print(f"verified: {text}")
+    for text in report.notes:
+        print(f"note: {text}")

@@ -1,0 +1,262 @@
+"""Conversions between Hugging Face folders and native checkpoints, one layer in memory at a time.
+
+Everything is written to a temporary folder that is renamed at the end, so that a conversion is there
+whole or not at all; what a killed one left is removed when it is run again.
+"""
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from laneformer_jax.checkpoint import assets, hf, native, verify
+from laneformer_jax.checkpoint.sources import (
+    EMBEDDING,
+    LaneFolder,
+    NativeCheckpoint,
+    Params,
+    Source,
+    groups,
+    read_ahead,
+)
+from laneformer_jax.checkpoint.tensorfile import (
+    INDEX,
+    SHARD_BYTES,
+    TensorSpec,
+    TensorWriter,
+)
+from laneformer_jax.checkpoint.workplace import claim, sweep
+from laneformer_jax.config import LaneformerConfig
+from laneformer_jax.errors import UserError
+from laneformer_jax.files import atomic_dir
+from laneformer_jax.progress import progress
+
+CONFIG = "config.json"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a conversion wrote: `nbytes` of tensors, `checks` that --verify passed, `notes` for its user."""
+
+    folder: Path
+    tensors: int
+    nbytes: int
+    seconds: float
+    checks: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+# Hugging Face -> native
+
+
+def import_lanes(
+    source: str | Path,
+    target: str | Path,
+    *,
+    dtype: Any = None,
+    check: bool = False,
+) -> Report:
+    """Turn a Hugging Face folder or Hub repository in the lane layout into an inference checkpoint.
+
+    config.json, the shard layout, tokenizer files and chat template come along, so that `export_lanes`
+    gives the same files back.
+
+    Args:
+        source: a folder or a repository id.
+        target: a new folder.
+        dtype: of the parameters; None keeps the files'.
+        check: read everything back and compare tensors and the logits of a probe before the folder appears.
+
+    Raises:
+        UserError: a source that is damaged or not what its config says, or a target that is taken.
+    """
+    folder = hf.find_folder(source)
+    lanes = LaneFolder(folder, _dtype(dtype))
+    files = assets.carried(folder)
+    if dtype is not None:
+        files[CONFIG] = hf.config_text(lanes.config, str(dtype)).encode()
+    else:
+        files[CONFIG] = (folder / CONFIG).read_bytes()
+        if lanes.tensors.index is not None:
+            files[INDEX] = lanes.tensors.index
+    metadata = {"source": {"name": str(source), "layout": "lanes"}}
+    return write_native(lanes, target, metadata, files, check)
+
+
+def write_native(
+    source: Source,
+    target: str | Path,
+    metadata: Mapping[str, Any],
+    files: Mapping[str, bytes],
+    check: bool = False,
+) -> Report:
+    """Write a source as an inference checkpoint; arguments as `import_lanes` and `native.new_checkpoint`."""
+    began = time.monotonic()
+    sweep(target)
+    dtype = str(source.specs[EMBEDDING].dtype)
+    checks: tuple[str, ...] = ()
+    new = native.new_checkpoint(target, source.config, dtype, metadata=metadata, files=files)
+    with new as writer, claim(writer.folder):
+        _stream(source, "import", writer.add)
+        if check:
+            checks = verify.native_folder(source, writer.folder)
+    return _report(target, source.specs, began, checks)
+
+
+# Native -> Hugging Face
+
+
+def export_lanes(
+    checkpoint: str | Path,
+    target: str | Path,
+    *,
+    dtype: Any = None,
+    vocab_size: int | None = None,
+    shard_bytes: int | None = None,
+    check: bool = False,
+) -> Report:
+    """Write a native checkpoint, of a run the newest complete one, as a Hugging Face folder of lanes.
+
+    Args:
+        checkpoint: a checkpoint, a folder of them, or a run's folder.
+        target: a new folder.
+        dtype: of the tensors; None keeps the checkpoint's.
+        vocab_size: entries to keep; None: what `real_vocabulary` says.
+        shard_bytes: most tensor bytes in a file; None: as imported, else 5 GB.
+        check: as in `import_lanes`.
+
+    Raises:
+        UserError: no complete checkpoint, a target that is taken, a vocabulary that cannot be cut.
+    """
+    source, folder, metadata = open_native(checkpoint, dtype, vocab_size)
+    specs = {hf.tensor_name(path): spec for path, spec in source.specs.items()}
+    files, notes = _export_files(folder, source, metadata, Path(target).name, llama=False)
+    weight_map = None
+    if shard_bytes is None and INDEX in files:
+        weight_map = _weight_map(files[INDEX], specs)
+    return write_folder(
+        source,
+        target,
+        specs,
+        _public_names,
+        files,
+        shard_bytes or SHARD_BYTES,
+        weight_map,
+        (lambda written: verify.lane_folder(source, written)) if check else None,
+        notes,
+    )
+
+
+def open_native(
+    checkpoint: str | Path, dtype: Any = None, vocab_size: int | None = None
+) -> tuple[NativeCheckpoint, Path, dict[str, Any]]:
+    """The newest complete checkpoint as a source, its folder, its metadata; as in `export_lanes`."""
+    if not native.is_native(checkpoint) and (Path(checkpoint) / CONFIG).exists():
+        raise UserError(
+            f"{checkpoint}: is already a Hugging Face folder; export takes a checkpoint"
+        )
+    folder = native.find(checkpoint)
+    metadata = native.read_metadata(folder)
+    if vocab_size is None:
+        vocab_size = real_vocabulary(native.read_config(folder), metadata, folder)
+    return NativeCheckpoint(folder, _dtype(dtype), vocab_size), folder, metadata
+
+
+def real_vocabulary(
+    config: LaneformerConfig, metadata: Mapping[str, Any], folder: Path
+) -> int | None:
+    """How many entries of a checkpoint's vocabulary its tokenizer knows; None where all are to stay.
+
+    An imported checkpoint keeps the vocabulary it came with, and a vocab_parallel head cannot be cut.
+    """
+    tokenizer = assets.load_tokenizer(folder)
+    if tokenizer is None or "source" in metadata or config.lm_head_type == "vocab_parallel":
+        return None
+    return tokenizer.vocab_size if tokenizer.vocab_size < config.vocab_size else None
+
+
+def write_folder(
+    source: Source,
+    target: str | Path,
+    specs: Mapping[str, TensorSpec],
+    rename: Callable[[Params], Mapping[str, np.ndarray]],
+    files: Mapping[str, bytes],
+    shard_bytes: int,
+    weight_map: Mapping[str, str] | None,
+    check: Callable[[Path], tuple[str, ...]] | None,
+    notes: list[str],
+) -> Report:
+    """Write a source as safetensors: `rename` turns each of its groups into tensors of `specs`."""
+    began = time.monotonic()
+    sweep(target)
+    checks: tuple[str, ...] = ()
+    with atomic_dir(target) as folder, claim(folder):
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+        with TensorWriter(folder, specs, shard_bytes, weight_map) as writer:
+
+            def put(group: str, params: Params) -> None:
+                del group
+                for name, value in rename(params).items():
+                    writer.write(name, value)
+
+            _stream(source, "export", put)
+        if check is not None:
+            checks = check(folder)
+    return _report(target, specs, began, checks, tuple(notes))
+
+
+def _public_names(params: Params) -> dict[str, np.ndarray]:
+    return {hf.tensor_name(path): value for path, value in params.items()}
+
+
+def _stream(source: Source, what: str, use: Callable[[str, Params], None]) -> None:
+    with progress(len(groups(source)), what, "layers") as bar:
+        for group, params in read_ahead(source):
+            use(group, params)
+            bar.advance()
+
+
+def _report(
+    target: str | Path,
+    specs: Mapping[str, TensorSpec],
+    began: float,
+    checks: tuple[str, ...],
+    notes: tuple[str, ...] = (),
+) -> Report:
+    nbytes = sum(spec.nbytes for spec in specs.values())
+    return Report(Path(target), len(specs), nbytes, time.monotonic() - began, checks, notes)
+
+
+def _export_files(
+    folder: Path, source: NativeCheckpoint, metadata: Mapping[str, Any], name: str, llama: bool
+) -> tuple[dict[str, bytes], list[str]]:
+    """The files beside the tensors, the lane layout's config.json among them, and notes for the user."""
+    dtype = str(source.specs[EMBEDDING].dtype)
+    tokenizer = assets.load_tokenizer(folder)
+    card = assets.model_card(name, source.config, metadata, dtype, tokenizer, llama)
+    files = assets.export_files(assets.carried(folder), source.config, tokenizer, card)
+    files[CONFIG] = hf.config_text(source.config, dtype).encode()
+    if "source" in metadata and source.as_stored:
+        files[CONFIG] = (folder / CONFIG).read_bytes()
+        if (folder / INDEX).exists():
+            files[INDEX] = (folder / INDEX).read_bytes()
+    notes = [] if llama else [assets.LANE_NOTE]
+    if tokenizer is not None and assets.is_llama2(tokenizer):
+        notes.append(assets.LLAMA2_NOTE)
+    return files, notes
+
+
+def _weight_map(index: bytes, specs: Mapping[str, TensorSpec]) -> dict[str, str] | None:
+    """The shard layout of an imported index, if it is one for these tensors."""
+    found: dict[str, str] = json.loads(index)["weight_map"]
+    return found if found.keys() == specs.keys() else None
+
+
+def _dtype(dtype: Any) -> np.dtype[Any] | None:
+    return None if dtype is None else np.dtype(jnp.dtype(dtype))
