@@ -1,0 +1,1 @@
+"""Evaluation: benchmark suites, contained execution, pass@k, perplexity."""

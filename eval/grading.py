@@ -1,0 +1,338 @@
+"""Judge programs: run them in the sandbox, compare their results outside of it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import marshal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any
+
+from eval.sandbox.inside.channel import CALL, ERROR, PART, VALUE
+from eval.sandbox.inside.judge import short, short_args
+from eval.sandbox.process import Process, SandboxError, TimeLimitError
+from eval.sandbox.sandbox import Sandbox
+from eval.suites import Script, Table, Task
+
+MIN_SECONDS = 60.0
+SLOWDOWN = 10.0  # a program may take this many times what the canonical solution takes here, now
+_JUDGE_SECONDS = 60.0
+_CANONICAL_SECONDS = 3600.0
+_KEPT = 64 << 20  # results up to this many bytes can be compared other than byte for byte
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one program.
+
+    Args:
+        passed: for each part of the task (`base`, `plus`), whether it passed.
+        kind: `pass`, `wrong answer`, `exception`, `time limit` or `crash`.
+        reason: one line; empty when everything passed.
+        failed_call: the first failing call, shortened.
+        expected, got: what it should have returned and what it did, shortened.
+        seconds: wall time, starting the interpreter included.
+    """
+
+    task_id: str
+    passed: dict[str, bool]
+    kind: str
+    reason: str = ""
+    failed_call: str = ""
+    expected: str = ""
+    got: str = ""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Result:
+    """One value or error from a process; `data` is None when too long to keep."""
+
+    ok: bool
+    size: int
+    digest: bytes
+    data: bytes | None
+
+
+class _Failure(Exception):
+    def __init__(self, kind: str, reason: str, index: int | None = None, got: str = ""):
+        super().__init__(reason)
+        self.kind, self.reason, self.index, self.got = kind, reason, index, got
+
+
+class Grader:
+    """Judges programs in parallel.
+
+    Args:
+        sandbox: from `eval.sandbox.probe.open_sandbox`.
+        min_seconds: wall time every program gets, at least.
+    """
+
+    def __init__(self, sandbox: Sandbox, min_seconds: float = MIN_SECONDS):
+        self.sandbox = sandbox
+        self._min_seconds = min_seconds
+        self._local = threading.local()
+        self._judges: list[Process] = []
+        self._lock = threading.Lock()
+        self._task_locks: dict[str, threading.Lock] = {}
+        self._canonical: dict[str, float] = {}
+        self._references: dict[str, list[tuple[int, bytes]]] = {}
+
+    def __enter__(self) -> Grader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for judge in self._judges:
+            judge.close()
+
+    def grade_many(
+        self, programs: Iterable[tuple[Any, Task, str]], workers: int
+    ) -> Iterator[tuple[Any, Verdict]]:
+        """Judge (key, task, program) triples; yields (key, verdict) as they are done."""
+        with ThreadPoolExecutor(workers) as pool:
+            running: dict[Future[Verdict], Any] = {}
+            try:
+                for key, task, program in programs:
+                    running[pool.submit(self.grade, task, program)] = key
+                    if len(running) >= 2 * workers:
+                        yield from self._finished(running)
+                while running:
+                    yield from self._finished(running)
+            finally:
+                for future in running:
+                    future.cancel()
+
+    def _finished(self, running: dict[Future[Verdict], Any]) -> list[tuple[Any, Verdict]]:
+        done, _ = wait(running, return_when=FIRST_COMPLETED)
+        return [(running.pop(future), future.result()) for future in done]
+
+    def grade(self, task: Task, program: str) -> Verdict:
+        """Judge one program."""
+        began = time.monotonic()
+        clock = _Clock(self._min_seconds, lambda: self._canonical_seconds(task))
+        tests, failure = task.tests, None
+        try:
+            with self._running(_whole(program, tests), clock) as process:
+                if isinstance(tests, Script):
+                    self._script(process, tests, clock)
+                else:
+                    self._table(process, task, tests, clock)
+        except _Failure as error:
+            failure = error
+        return _verdict(task, failure, time.monotonic() - began)
+
+    @contextlib.contextmanager
+    def _running(self, program: str, clock: _Clock) -> Iterator[Process]:
+        """A process that has loaded `program`; what ends it early becomes a `_Failure`."""
+        process = self.sandbox.program(program)
+        try:
+            loaded = _result(process, clock)
+            if not loaded.ok:
+                raise _Failure("exception", _text(loaded))
+            yield process
+        except TimeLimitError:
+            raise _Failure("time limit", f"still running after {clock.limit:.0f} s") from None
+        except SandboxError as error:
+            raise _Failure("crash", str(error)) from None
+        finally:
+            process.close()
+
+    def _table(self, process: Process, task: Task, table: Table, clock: _Clock) -> None:
+        sums = None if table.expected is not None else self._reference(task, table)
+        process.send(("map", table.function, table.inputs), clock.deadline)
+        for index, arguments in enumerate(table.inputs):
+            expected = table.expected[index] if table.expected is not None else None
+            try:
+                result = _result(process, clock, digest=sums is not None)
+            except TimeLimitError:
+                reason = f"still running after {clock.limit:.0f} s"
+                raise _Failure("time limit", reason, index) from None
+            except SandboxError as error:
+                raise _Failure("crash", str(error), index) from None
+            if not result.ok:
+                raise _Failure("exception", _text(result), index)
+            if sums is not None:
+                if (result.size, result.digest) == sums[index]:
+                    continue
+                expected = self._reference_value(table, arguments, sums[index][0])
+            elif result.data == expected:
+                continue
+            got = self._compare(table, arguments, result, expected)
+            if got is not None:
+                raise _Failure("wrong answer", "wrong result", index, got)
+
+    def _script(self, process: Process, script: Script, clock: _Clock) -> None:
+        judge = self._judge()
+        try:
+            judge.send(("script", script.helpers, script.test, script.function), clock.deadline)
+            while True:
+                frame = judge.receive(clock.deadline + _JUDGE_SECONDS)
+                if frame.tag != CALL:
+                    break
+                process.send(frame.payload, clock.deadline)
+                result = _result(process, clock)
+                if result.data is None:
+                    raise _Failure("wrong answer", f"a result of {result.size >> 20} MiB")
+                answer = result.data if result.ok else _text(result)
+                judge.send((result.ok, answer), clock.deadline)
+        except BaseException:
+            self._discard(judge)
+            raise
+        if frame.payload[:1] != b"+":
+            text = frame.payload[1:].decode("utf-8", "replace")
+            raise _Failure("exception" if " raised " in text else "wrong answer", text)
+
+    def _compare(
+        self, table: Table, arguments: list[Any], result: _Result, expected: bytes | None
+    ) -> str | None:
+        """None when the result is right, else the result, shortened."""
+        if result.data is None or expected is None:
+            return f"a value of {result.size} bytes"
+        judge = self._judge()
+        deadline = time.monotonic() + _JUDGE_SECONDS
+        try:
+            encoded = marshal.dumps(arguments, 2)
+            judge.send(("compare", table.rule, encoded, result.data, expected), deadline)
+            frame = judge.receive(deadline)
+        except SandboxError as error:
+            self._discard(judge)
+            return f"a value that defeats comparison ({error})"
+        text = frame.payload[1:].decode("utf-8", "replace")
+        return None if frame.payload[:1] == b"+" else text
+
+    def _judge(self) -> Process:
+        """This thread's judge."""
+        judge: Process | None = getattr(self._local, "judge", None)
+        if judge is None:
+            judge = self._local.judge = self.sandbox.judge()
+            with self._lock:
+                self._judges.append(judge)
+        return judge
+
+    def _discard(self, judge: Process) -> None:
+        judge.close()
+        self._local.judge = None
+        with self._lock:
+            self._judges.remove(judge)
+
+    def _task_lock(self, task: Task) -> threading.Lock:
+        with self._lock:
+            return self._task_locks.setdefault(task.task_id, threading.Lock())
+
+    def _canonical_seconds(self, task: Task) -> float:
+        """How long the canonical solution takes on this machine at this moment; measured once."""
+        with self._task_lock(task):
+            if task.task_id not in self._canonical:
+                tests, clock = task.tests, _Clock(_CANONICAL_SECONDS, lambda: 0.0)
+                began = time.monotonic()
+                with contextlib.suppress(_Failure):
+                    source = _whole(task.canonical, tests)
+                    with self._running(source, clock) as process:
+                        if isinstance(tests, Script):
+                            self._script(process, tests, clock)
+                        else:
+                            process.send(("map", tests.function, tests.inputs), clock.deadline)
+                            for _ in tests.inputs:
+                                _result(process, clock)
+                self._canonical[task.task_id] = time.monotonic() - began
+            return self._canonical[task.task_id]
+
+    def _reference(self, task: Task, table: Table) -> list[tuple[int, bytes]]:
+        """Size and digest of each expected result, from the reference in a sandbox of its own."""
+        assert table.reference is not None
+        key = f"{task.task_id}:{hashlib.sha256(table.reference.source.encode()).hexdigest()}"
+        with self._task_lock(task):
+            if key not in self._references:
+                results = self._run_reference(table, table.inputs, digest=True)
+                self._references[key] = [(r.size, r.digest) for r in results]
+            return self._references[key]
+
+    def _reference_value(self, table: Table, arguments: list[Any], size: int) -> bytes | None:
+        return None if size > _KEPT else self._run_reference(table, [arguments])[0].data
+
+    def _run_reference(
+        self, table: Table, inputs: list[list[Any]], digest: bool = False
+    ) -> list[_Result]:
+        assert table.reference is not None
+        clock = _Clock(_CANONICAL_SECONDS, lambda: 0.0)
+        with self._running(table.reference.source, clock) as process:
+            process.send(("map", table.reference.function, inputs), clock.deadline)
+            results = [_result(process, clock, digest) for _ in inputs]
+        for result in results:
+            if not result.ok:
+                raise _Failure("crash", f"the data set's reference failed: {_text(result)}")
+        return results
+
+
+class _Clock:
+    """A deadline that moves once, when it is reached, to what the canonical solution's time asks."""
+
+    def __init__(self, seconds: float, canonical: Callable[[], float]):
+        self._began, self.limit, self._canonical = time.monotonic(), seconds, canonical
+        self._moved = False
+
+    @property
+    def deadline(self) -> float:
+        return self._began + self.limit
+
+    def extend(self) -> bool:
+        """Measure the canonical solution, once; whether there is time left after that."""
+        if not self._moved:
+            self._moved = True
+            self.limit = max(self.limit, SLOWDOWN * self._canonical())
+        return time.monotonic() < self.deadline
+
+
+def _result(process: Process, clock: _Clock, digest: bool = False) -> _Result:
+    """Read one value or error, however many frames it comes in."""
+    kept: list[bytes] | None = []
+    size, sha = 0, hashlib.sha256() if digest else None
+    while True:
+        try:
+            frame = process.receive(clock.deadline)
+        except TimeLimitError:
+            if clock.extend():
+                continue
+            raise
+        if frame.tag not in (VALUE, PART, ERROR):
+            raise SandboxError("wrote to the private pipe")
+        size += len(frame.payload)
+        if sha is not None:
+            sha.update(frame.payload)
+        if kept is not None:
+            kept.append(frame.payload)
+            if size > _KEPT and frame.tag == PART:
+                kept = None
+        if frame.tag != PART:
+            data = None if kept is None or size > _KEPT else b"".join(kept)
+            return _Result(frame.tag == VALUE, size, sha.digest() if sha else b"", data)
+
+
+def _whole(program: str, tests: Table | Script) -> str:
+    setup = tests.program if isinstance(tests, Script) else ""
+    return f"{program}\n{setup}" if setup else program
+
+
+def _text(result: _Result) -> str:
+    return (result.data or b"").decode("utf-8", "replace")
+
+
+def _verdict(task: Task, failure: _Failure | None, seconds: float) -> Verdict:
+    seconds = round(seconds, 3)
+    if failure is None:
+        return Verdict(task.task_id, dict.fromkeys(task.parts, True), "pass", seconds=seconds)
+    passed, call, expected = dict.fromkeys(task.parts, False), "", ""
+    table = task.tests
+    if isinstance(table, Table) and failure.index is not None:
+        call = f"{table.function}{short_args(table.inputs[failure.index])}"
+        if table.expected is not None:
+            expected = short(marshal.loads(table.expected[failure.index]))
+        # The base inputs come first, and the first failure ends the run.
+        passed["base"] = table.base is not None and failure.index >= table.base
+    return Verdict(
+        task.task_id, passed, failure.kind, failure.reason, call, expected, failure.got, seconds
+    )

@@ -1,0 +1,1 @@
+"""Running untrusted programs; `Sandbox` is the way in."""
