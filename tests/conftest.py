@@ -11,6 +11,8 @@ import pytest
 # Before the first device is looked at. By config and not by environment: subprocesses that tests
 # start choose their own number of devices.
 jax.config.update("jax_num_cpu_devices", 8)
+# Tests compile far more than they compute: a third of the compile time for slower code.
+jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture(scope="session")
