@@ -1,5 +1,6 @@
 """The numbered checkpoints of a training run: parameters as in `native`, and optimizer state."""
 
+import functools
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -51,11 +52,15 @@ class TrainingCheckpoints:
             async_options=ocp.AsyncOptions(post_finalization_callback=self._finish),
             enable_background_delete=False,
         )
-        self._manager = ocp.CheckpointManager(self.folder, options=self._options)
+
+    @functools.cached_property
+    def _manager(self) -> ocp.CheckpointManager:
+        # Made by the first save: a run that fails before it leaves no folder behind.
+        return ocp.CheckpointManager(self.folder, options=self._options)
 
     def steps(self) -> list[int]:
         """Steps with a committed folder, whole or not, ascending."""
-        return sorted(self._manager.all_steps(read=True))
+        return sorted(int(p.name) for p in native.candidates(self.folder))
 
     def save(
         self,
@@ -80,8 +85,9 @@ class TrainingCheckpoints:
 
     def wait(self) -> None:
         """Until the last save is committed; raises what it failed with."""
-        self._manager.wait_until_finished()
-        self._manager.check_for_errors()
+        if "_manager" in self.__dict__:
+            self._manager.wait_until_finished()
+            self._manager.check_for_errors()
 
     def restore(self, params: Mapping[str, Any], optimizer: Any) -> Restored | None:
         """The newest complete checkpoint on the shardings of the abstract `params` and `optimizer`.
@@ -103,7 +109,6 @@ class TrainingCheckpoints:
                 aside = damaged.with_name(f"{damaged.name}.damaged")
                 shutil.rmtree(aside, ignore_errors=True)
                 damaged.rename(aside)
-        self._manager.reload()
         with ocp.StandardCheckpointer() as checkpointer:
             state = checkpointer.restore(folder / OPTIMIZER, optimizer)
         return Restored(
@@ -116,7 +121,8 @@ class TrainingCheckpoints:
 
     def close(self) -> None:
         """Finish the last save and release the threads."""
-        self._manager.close()
+        if "_manager" in self.__dict__:
+            self._manager.close()
 
     def _finish(self) -> None:
         """Orbax calls this with the arrays on disk, before the folder gets its final name."""

@@ -1,0 +1,240 @@
+"""Everything that decides a training run, as frozen dataclasses for `laneformer_jax.settings`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from data import DataConfig
+from laneformer_jax.config import LaneformerConfig
+from laneformer_jax.presets import preset
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A new model: a preset with some fields replaced.
+
+    Attributes:
+        preset: a name of `laneformer_jax.presets`.
+        overrides: fields of LaneformerConfig, such as `{num_hidden_layers: 4}`.
+    """
+
+    preset: str = "tiny"
+    overrides: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.build()
+
+    def build(self) -> LaneformerConfig:
+        """The model's config. Raises UserError for an unknown name or an impossible combination."""
+        return preset(self.preset, **self.overrides)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Sizes of the run.
+
+    Attributes:
+        steps: optimizer updates.
+        batch_size: rows of one update, over all devices and microbatches.
+        seq_len: tokens of a row.
+        accumulate: microbatches that one update is cut into; the result does not depend on it.
+        compute_dtype: of activations and of the weights they meet; masters stay float32.
+        remat: recompute modules in the backward pass instead of keeping their insides.
+        seed: of initialisation and data order.
+    """
+
+    steps: int = 1000
+    batch_size: int = 8
+    seq_len: int = 256
+    accumulate: int = 1
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    remat: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _positive(self, "steps", "batch_size", "seq_len", "accumulate")
+        if self.batch_size % self.accumulate:
+            raise ValueError(
+                f"accumulate = {self.accumulate}: must divide batch_size {self.batch_size}"
+            )
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with decoupled decay; norms and embeddings do not decay.
+
+    Attributes:
+        learning_rate: the schedule's peak.
+        weight_decay: multiplied by the learning rate, as in optax and PyTorch.
+        clip_norm: largest global norm of the gradient; null: not clipped.
+    """
+
+    learning_rate: float = 3e-3
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("learning_rate", "eps", "clip_norm"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name} = {value}: must be a positive number")
+        for name in ("b1", "b2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)}: must be at least 0 and below 1")
+        if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
+            raise ValueError(f"weight_decay = {self.weight_decay}: must be at least 0")
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """Learning rate over the run, relative to the peak.
+
+    Attributes:
+        kind: `wsd`: warm up, stay, decay linearly; `cosine`, `linear`: decay from the end of the
+            warm-up to the last step.
+        warmup_steps: update number `warmup_steps` is the first at the peak.
+        decay_steps: the last so many updates of `wsd` decay.
+        final: of the last update, relative to the peak.
+    """
+
+    kind: Literal["wsd", "cosine", "linear"] = "wsd"
+    warmup_steps: int = 0
+    decay_steps: int = 0
+    final: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name in ("warmup_steps", "decay_steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} = {getattr(self, name)}: must be at least 0")
+        if self.kind != "wsd" and self.decay_steps:
+            raise ValueError(
+                f"decay_steps = {self.decay_steps}: only for kind wsd; {self.kind} decays from the"
+                " warm-up on"
+            )
+        if not 0 <= self.final <= 1:
+            raise ValueError(f"final = {self.final}: must be from 0 to 1")
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """How many devices share the rows (`data`) and the lanes (`lane`)."""
+
+    data: int = 1
+    lane: int = 1
+
+    def __post_init__(self) -> None:
+        _positive(self, "data", "lane")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When checkpoints are written and which stay.
+
+    Attributes:
+        interval: updates between two; the last update is always saved.
+        keep: how many of the newest stay.
+        keep_every: steps whose multiples stay for good; null: none.
+    """
+
+    interval: int = 200
+    keep: int = 2
+    keep_every: int | None = None
+
+    def __post_init__(self) -> None:
+        _positive(self, "interval", "keep", "keep_every")
+
+
+@dataclass(frozen=True)
+class WandbConfig:
+    """Where Weights & Biases gets the metrics; `mode: offline` needs no key and no network."""
+
+    project: str = "laneformer"
+    name: str | None = None
+    mode: Literal["online", "offline"] = "online"
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """Metrics go to `metrics.jsonl` every `interval` updates, and to wandb when it is given."""
+
+    interval: int = 1
+    wandb: WandbConfig | None = None
+
+    def __post_init__(self) -> None:
+        _positive(self, "interval")
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Loss on held-out documents.
+
+    Attributes:
+        interval: updates between two evaluations, and one at the end; null: none at all.
+        batches: at most so many batches each time; null: all held-out documents.
+        sources: names of the sources to read; null: all that hold documents out.
+    """
+
+    interval: int | None = None
+    batches: int | None = None
+    sources: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        _positive(self, "interval", "batches")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One phase of training.
+
+    Attributes:
+        phase: what logs and reports call it.
+        model: a new model; null: the model of `init_from`.
+        init_from: a run, a native checkpoint or a Hugging Face folder whose parameters to start
+            from. Optimizer, step and data order start fresh.
+        tokenizer: a tokenizer file, or a folder that holds one; null: that of `init_from`.
+    """
+
+    phase: Literal["pretrain", "midtrain", "sft"] = "pretrain"
+    model: ModelConfig | None = None
+    init_from: str | None = None
+    tokenizer: str | None = None
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+
+    def __post_init__(self) -> None:
+        if self.model is None and self.init_from is None:
+            raise ValueError("model: required without init_from, such as model.preset=tiny")
+        if self.model is not None and self.init_from is not None:
+            raise ValueError("model: leave it out with init_from, whose checkpoint says what it is")
+        if self.tokenizer is None and self.init_from is None:
+            raise ValueError("tokenizer: required without init_from; a file or folder")
+        rows = self.train.batch_size // self.train.accumulate
+        if rows % self.mesh.data:
+            raise ValueError(
+                f"train.batch_size = {self.train.batch_size}: cut into {self.train.accumulate}"
+                f" microbatches it must be divisible by mesh.data {self.mesh.data}"
+            )
+        planned = self.schedule.warmup_steps + self.schedule.decay_steps
+        if planned > self.train.steps:
+            raise ValueError(
+                f"schedule: warmup_steps + decay_steps = {planned} exceed"
+                f" train.steps {self.train.steps}"
+            )
+
+
+def _positive(config: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name} = {value}: must be at least 1")

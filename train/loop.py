@@ -1,0 +1,263 @@
+"""The training loop: from a RunConfig to a trained model, through kills and resumes."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import jax
+
+from laneformer_jax import costs, settings
+from laneformer_jax.checkpoint import native
+from laneformer_jax.checkpoint.training import TrainingCheckpoints
+from laneformer_jax.errors import UserError
+from laneformer_jax.files import atomic_file
+from laneformer_jax.progress import progress
+from train.batches import Feed, place
+from train.config import RunConfig
+from train.metrics import MetricsWriter
+from train.setup import Setup, prepare
+from train.signals import StopRequest, stop_on_signals
+from train.step import Metrics, TrainState
+
+CONFIG = "config.yaml"
+Resume = Literal["auto", "never", "must"]
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended.
+
+    Attributes:
+        out: its folder.
+        step: updates made.
+        loss: of the last update's batch before it, nats per token; None when none was made.
+        eval_loss: of the last evaluation of this process.
+        exit_code: 0 when complete; 128 + the signal's number when one ended it, saved.
+    """
+
+    out: Path
+    step: int
+    loss: float | None
+    eval_loss: float | None
+    exit_code: int
+
+
+def train(
+    config: RunConfig,
+    out: str | Path,
+    resume: Resume = "auto",
+    restart_data: bool = False,
+) -> Result:
+    """Train one phase into the folder `out`.
+
+    Leaves there: `config.yaml` (resolved), `metrics.jsonl`, `checkpoints/<step>/`. A run that was
+    killed continues bit for bit on the same JAX, devices and CPU affinity.
+
+    Args:
+        config: the run.
+        out: its folder; made when missing.
+        resume: continue from the newest complete checkpoint in `out`: `auto` if there is one,
+            `must` or fail, `never`: fail if there is one.
+        restart_data: on resume start the data afresh, which allows another mixture.
+
+    Raises:
+        UserError: what the config names cannot be had, or `resume` does not fit what is in `out`.
+    """
+    out = Path(out)
+    checkpoints = TrainingCheckpoints(
+        out / native.CHECKPOINTS, config.checkpoint.keep, config.checkpoint.keep_every
+    )
+    with stop_on_signals() as stop:
+        _check_resume(out, checkpoints.steps(), resume)
+        setup = prepare(config, checkpoints, restart_data)
+        with atomic_file(out / CONFIG) as file:
+            file.write(settings.to_yaml(config))
+        loop = _Loop(config, out, setup, checkpoints, stop)
+        try:
+            return loop.run()
+        finally:
+            loop.close()
+
+
+def _check_resume(out: Path, steps: list[int], resume: Resume) -> None:
+    if resume == "must" and not steps:
+        raise UserError(f"{out}: --resume must, but there is no checkpoint to resume from")
+    if resume == "never" and steps:
+        raise UserError(
+            f"{out}: holds checkpoints up to step {steps[-1]}; name a new folder, or --resume auto"
+        )
+
+
+class _Loop:
+    def __init__(
+        self,
+        config: RunConfig,
+        out: Path,
+        setup: Setup,
+        checkpoints: TrainingCheckpoints,
+        stop: StopRequest,
+    ):
+        self._config, self._out, self._setup = config, out, setup
+        self._checkpoints, self._stop = checkpoints, stop
+        self._state: TrainState = setup.state
+        self._step = int(setup.state.step)
+        self._saved = self._step if setup.restored else None
+        self._metrics = MetricsWriter(config, out, self._step)
+        self._feed = Feed(setup.batches, setup.plan.batch_sharding())
+        self._pending: tuple[int, Metrics] | None = None
+        self._clock = _Clock()
+        self._loss: float | None = None
+        self._eval_loss: float | None = None
+        sizes = config.train
+        self._tokens = sizes.batch_size * sizes.seq_len
+        self._flops = costs.training_flops(setup.plan.config, sizes.seq_len) * self._tokens
+
+    def run(self) -> Result:
+        steps = self._config.train.steps
+        if self._eval_due() and not self._metrics.has(self._step, "eval_loss"):
+            self._evaluate()  # a stop came between this step and its evaluation
+        with progress(steps, self._config.phase, unit="steps", start=self._step) as self._bar:
+            while self._step < steps and not self._stop:
+                batch = self._feed.next(lambda: bool(self._stop))
+                if batch is None:
+                    break
+                self._state, metrics = self._setup.train_step(self._state, batch)
+                self._step += 1
+                # The device works on this update while the one before it is written down.
+                self._report()
+                self._pending = (self._step, metrics)
+                if self._eval_due():
+                    self._report()
+                    self._evaluate()
+                if self._step % self._config.checkpoint.interval == 0 and not self._stop:
+                    self._report()  # a kill right after the save must not cost this line
+                    self._save()
+            self._report()
+        if self._step < steps and not self._stop:
+            warnings.warn(
+                f"the data ended after {self._step} of {steps} steps; set `epochs` higher or null",
+                stacklevel=2,
+            )
+            if not self._eval_due():
+                self._evaluate()
+        self._save()
+        self._checkpoints.wait()
+        code = self._stop.exit_code if self._stop and self._step < steps else 0
+        if code:
+            print(f"saved step {self._step} in {self._out}; run again to go on", file=sys.stderr)
+        return Result(self._out, self._step, self._loss, self._eval_loss, code)
+
+    def close(self) -> None:
+        self._feed.close()
+        self._metrics.close()
+        self._checkpoints.close()
+
+    def _report(self) -> None:
+        """Write down the pending update, which waits until the device has made it."""
+        if self._pending is None:
+            return
+        step, metrics = self._pending
+        self._pending = None
+        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        loss = self._loss = values["loss"]
+        self._bar.advance(loss=loss, lr=values["lr"])
+        seconds, updates, waiting = self._clock.lap(self._feed)
+        if step % self._config.log.interval and step != self._config.train.steps:
+            return
+        self._clock.restart(self._feed)
+        self._metrics.write(
+            {
+                "step": step,
+                "tokens": step * self._tokens,
+                "loss": loss,
+                "perplexity": _exp(loss),
+                "grad_norm": values["grad_norm"],
+                "lr": values["lr"],
+                "loss_weight": values["weight"],
+                "tokens_per_s": updates * self._tokens / seconds,
+                "model_flops_per_s": updates * self._flops / seconds,
+                "data_wait": waiting / seconds,
+            }
+        )
+
+    def _eval_due(self) -> bool:
+        every = self._config.eval.interval
+        if every is None or self._step == 0:
+            return False
+        return self._step % every == 0 or self._step == self._config.train.steps
+
+    def _evaluate(self) -> None:
+        """Mean loss per predicted token of the held-out documents; given up when a stop comes."""
+        if self._setup.eval_batches is None:
+            return
+        total = weight = 0.0
+        with self._clock.paused(), self._setup.eval_batches() as batches:
+            for batch in batches:
+                if self._stop:
+                    return
+                placed = place(batch, self._setup.plan.batch_sharding())
+                sums = jax.device_get(self._setup.eval_step(self._state.params, placed))
+                total, weight = total + float(sums[0]), weight + float(sums[1])
+        self._eval_loss = total / weight if weight else 0.0
+        self._metrics.write(
+            {
+                "step": self._step,
+                "eval_loss": self._eval_loss,
+                "eval_perplexity": _exp(self._eval_loss),
+                "eval_weight": weight,
+            }
+        )
+
+    def _save(self) -> None:
+        if self._saved == self._step:
+            return
+        self._saved = self._step
+        with self._clock.paused():
+            self._checkpoints.save(
+                self._step,
+                self._state.params,
+                {"opt_state": self._state.opt_state, "rng": self._state.rng},
+                self._setup.plan.config,
+                {
+                    "phase": self._config.phase,
+                    "run": settings.to_dict(self._config),
+                    "data_state": self._feed.state,
+                },
+                self._setup.tokenizer_path,
+            )
+
+
+class _Clock:
+    """Time spent on updates: pauses for evaluation and saving do not count."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self._updates = 0
+        self._waited = 0.0
+
+    def lap(self, feed: Feed) -> tuple[float, int, float]:
+        """Seconds, updates and seconds of waiting for data since the last restart."""
+        self._updates += 1
+        seconds = max(time.perf_counter() - self._began, 1e-9)
+        return seconds, self._updates, feed.waited - self._waited
+
+    def restart(self, feed: Feed) -> None:
+        self._began, self._updates, self._waited = time.perf_counter(), 0, feed.waited
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self._began += time.perf_counter() - began
+
+
+def _exp(loss: float) -> float | None:
+    return math.exp(loss) if loss < 700 else None

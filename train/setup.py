@@ -1,0 +1,224 @@
+"""What a run is made of before its first step: model, optimizer, data, and the state to go on from."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from data import build_dataset, build_eval_dataset, closing
+from laneformer_jax import settings
+from laneformer_jax.checkpoint import hf, native
+from laneformer_jax.checkpoint.training import Restored, TrainingCheckpoints
+from laneformer_jax.config import LaneformerConfig
+from laneformer_jax.errors import UserError
+from laneformer_jax.sharding import check_mesh, make_mesh
+from laneformer_jax.tokenizer import Tokenizer
+from train.batches import BatchIterator
+from train.config import RunConfig
+from train.optimizer import make_optimizer, schedule
+from train.step import (
+    Batch,
+    Metrics,
+    Params,
+    Plan,
+    TrainState,
+    init_params,
+    init_state,
+    make_eval_step,
+    make_train_step,
+    state_shardings,
+)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A run, ready to step."""
+
+    plan: Plan
+    state: TrainState
+    restored: bool
+    train_step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+    eval_step: Callable[[Params, Batch], tuple[jax.Array, jax.Array]]
+    batches: BatchIterator
+    eval_batches: Callable[[], AbstractContextManager[Any]] | None
+    tokenizer_path: Path
+
+
+def prepare(config: RunConfig, checkpoints: TrainingCheckpoints, restart_data: bool) -> Setup:
+    """Build everything and restore the newest complete checkpoint, if there is one.
+
+    Raises:
+        UserError: something that the config names cannot be had, or the checkpoint belongs to
+            another model or other data.
+    """
+    sizes = config.train
+    start = None if config.init_from is None else _find_start(config.init_from)
+    model = _model_config(config, start)
+    if sizes.seq_len > model.max_position_embeddings:
+        raise UserError(
+            f"train.seq_len = {sizes.seq_len}: exceeds the model's max_position_embeddings"
+            f" {model.max_position_embeddings}"
+        )
+    tokenizer_path = _tokenizer_path(config, start)
+    tokenizer = Tokenizer.load(tokenizer_path)
+    if tokenizer.vocab_size > model.vocab_size:
+        raise UserError(
+            f"tokenizer: {tokenizer_path} has {tokenizer.vocab_size} tokens, more than the model's"
+            f" vocab_size {model.vocab_size}"
+        )
+    mesh = None
+    if config.mesh.data * config.mesh.lane > 1:
+        mesh = make_mesh(config.mesh.data, config.mesh.lane)
+        check_mesh(mesh, model)
+    plan = Plan(model, mesh, sizes.compute_dtype, sizes.remat, sizes.accumulate)
+    rate = schedule(config.schedule, config.optimizer.learning_rate, sizes.steps)
+    shapes = native.abstract_params(model, jnp.float32, mesh)
+    optimizer = make_optimizer(config.optimizer, rate, shapes)
+    shardings = state_shardings(plan, optimizer, shapes)
+    batches = iter(_dataset(config, tokenizer))
+    restored = checkpoints.restore(shapes, _abstract(shardings, optimizer, shapes))
+    if restored is None:
+        params = init_params(plan, sizes.seed) if start is None else _load(start, shapes, mesh)
+        state = init_state(plan, optimizer, params, sizes.seed)
+    else:
+        _check_same(config, model, restored)
+        step = jax.device_put(jnp.asarray(restored.step, jnp.int32), shardings.step)
+        optimizer_state = restored.optimizer
+        state = TrainState(
+            restored.params, optimizer_state["opt_state"], step, optimizer_state["rng"]
+        )
+        if not restart_data:
+            batches.set_state(restored.metadata["data_state"])
+    return Setup(
+        plan,
+        state,
+        restored is not None,
+        make_train_step(plan, optimizer, rate, shardings),
+        make_eval_step(plan),
+        batches,
+        _eval_batches(config, tokenizer),
+        tokenizer_path,
+    )
+
+
+@dataclass(frozen=True)
+class _Start:
+    """The folder whose parameters a run starts from."""
+
+    folder: Path
+    native: bool
+    config: LaneformerConfig
+
+
+def _find_start(path: str) -> _Start:
+    if native.is_native(path):
+        folder = native.find(path)
+        return _Start(folder, True, native.read_config(folder))
+    folder = hf.find_folder(path)
+    if not (folder / "config.json").exists():
+        raise UserError(
+            f"init_from: {path} holds neither a complete checkpoint nor a Hugging Face model"
+        )
+    return _Start(folder, False, LaneformerConfig.from_json(folder))
+
+
+def _model_config(config: RunConfig, start: _Start | None) -> LaneformerConfig:
+    if start is not None:
+        return start.config
+    assert config.model is not None  # RunConfig requires one of the two
+    return config.model.build()
+
+
+def _tokenizer_path(config: RunConfig, start: _Start | None) -> Path:
+    if config.tokenizer is not None:
+        return native.tokenizer_file(config.tokenizer)
+    assert start is not None
+    return native.tokenizer_file(start.folder)
+
+
+def _load(start: _Start, shapes: Mapping[str, Any], mesh: Any) -> Params:
+    if start.native:
+        return native.read_params(start.folder, shapes)
+    from flax import nnx
+
+    from laneformer_jax.model import parameter_paths
+
+    model = hf.load(start.folder, dtype=jnp.float32, mesh=mesh)
+    return {p: v[...] for p, v in parameter_paths(nnx.state(model)).items()}
+
+
+def _dataset(config: RunConfig, tokenizer: Tokenizer) -> Any:
+    return build_dataset(
+        config.data,
+        tokenizer,
+        seq_len=config.train.seq_len,
+        batch_size=config.train.batch_size,
+        seed=config.train.seed,
+        process_index=jax.process_index(),
+        process_count=jax.process_count(),
+    )
+
+
+def _eval_batches(
+    config: RunConfig, tokenizer: Tokenizer
+) -> Callable[[], AbstractContextManager[Any]] | None:
+    if config.eval.interval is None:
+        return None
+    dataset = build_eval_dataset(
+        config.data,
+        tokenizer,
+        seq_len=config.train.seq_len,
+        batch_size=config.train.batch_size // config.train.accumulate,
+        sources=config.eval.sources,
+        max_batches=config.eval.batches,
+        process_index=jax.process_index(),
+        process_count=jax.process_count(),
+    )
+    return partial(closing, dataset)
+
+
+def _abstract(shardings: TrainState, optimizer: Any, shapes: Mapping[str, Any]) -> Any:
+    """Shapes and shardings of what a checkpoint's optimizer item holds."""
+    rng = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+    tree = {"opt_state": jax.eval_shape(optimizer.init, dict(shapes)), "rng": rng}
+    where = {"opt_state": shardings.opt_state, "rng": shardings.rng}
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, where
+    )
+
+
+def _check_same(config: RunConfig, model: LaneformerConfig, restored: Restored) -> None:
+    """Refuse another model; tell what else differs from when the checkpoint was written."""
+    then, now = native.read_config(restored.folder).to_dict(), model.to_dict()
+    changed = _changes(then, now)
+    if changed:
+        raise UserError(f"{restored.folder}: belongs to another model ({changed})")
+    changed = _changes(restored.metadata["environment"], native.environment())
+    if changed:
+        warnings.warn(f"resuming, but not bit for bit, since this differs: {changed}", stacklevel=4)
+    changed = _changes(_flat(restored.metadata["run"]), _flat(settings.to_dict(config)))
+    if changed:
+        warnings.warn(f"resuming with other settings: {changed}", stacklevel=4)
+
+
+def _changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    names = [k for k in {**then, **now} if then.get(k) != now.get(k)]
+    return "; ".join(f"{k}: {then.get(k)} then, {now.get(k)} now" for k in names)
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            out |= _flat(value, f"{prefix}{key}.")
+        else:
+            out[f"{prefix}{key}"] = value
+    return out
