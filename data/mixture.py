@@ -13,6 +13,7 @@ from typing import Any
 import grain
 
 from data.documents import SKIP_REASONS
+from laneformer_jax.errors import UserError
 
 _NO_COUNTS = {"documents": 0, "tokens": 0, "bytes": 0, "truncated": 0}
 
@@ -27,6 +28,8 @@ class Mixture(grain.IterDataset):
         parents: one stream per source.
         names: of the sources.
         weights: of the sources; any positive scale.
+        sizes: documents of each source. A source that gives none to use among so many in a row
+            raises UserError: it would be read forever.
     """
 
     def __init__(
@@ -34,12 +37,13 @@ class Mixture(grain.IterDataset):
         parents: Sequence[grain.IterDataset],
         names: Sequence[str],
         weights: Sequence[float],
+        sizes: Sequence[int],
     ):
         super().__init__(parents)
-        self._names, self._weights = list(names), list(weights)
+        self.names, self.weights, self.sizes = list(names), list(weights), list(sizes)
 
     def __iter__(self) -> grain.DatasetIterator:
-        return MixtureIterator([iter(p) for p in self.parents], self._names, self._weights)
+        return MixtureIterator([iter(p) for p in self.parents], self)
 
 
 class MixtureIterator(grain.DatasetIterator):
@@ -48,16 +52,16 @@ class MixtureIterator(grain.DatasetIterator):
     def __init__(
         self,
         parents: Sequence[grain.DatasetIterator],
-        names: Sequence[str],
-        weights: Sequence[float],
+        mixture: Mixture,
     ):
         super().__init__(parents)
         self._streams = list(parents)
-        self._names, self._weights = names, weights
+        self._names, self._weights, self._sizes = mixture.names, mixture.weights, mixture.sizes
         # Tokens that a source is behind its share; they sum to zero.
-        self._behind = [0.0] * len(names)
-        self._ended = [False] * len(names)
-        self._counts: list[dict[str, int]] = [dict(_NO_COUNTS) for _ in names]
+        self._behind = [0.0] * len(self._names)
+        self._ended = [False] * len(self._names)
+        self._counts: list[dict[str, int]] = [dict(_NO_COUNTS) for _ in self._names]
+        self._skipped_in_a_row = [0] * len(self._names)
         self._parent_states = [p.get_state() for p in self._streams]
 
     def __next__(self) -> dict[str, Any]:
@@ -77,7 +81,9 @@ class MixtureIterator(grain.DatasetIterator):
             if document["skip"]:
                 reason = f"skipped_{SKIP_REASONS[document['skip']]}"
                 counts[reason] = counts.get(reason, 0) + 1
+                self._count_skipped(source)
                 continue
+            self._skipped_in_a_row[source] = 0
             example = document["example"]
             counts["documents"] += 1
             counts["tokens"] += len(example)
@@ -95,6 +101,18 @@ class MixtureIterator(grain.DatasetIterator):
             if not ended:
                 self._behind[i] += tokens * self._weights[i] / running
         self._behind[source] -= tokens
+
+    def _count_skipped(self, source: int) -> None:
+        self._skipped_in_a_row[source] += 1
+        if self._skipped_in_a_row[source] > self._sizes[source]:
+            told = ", ".join(
+                f"{reason.removeprefix('skipped_')} {n}"
+                for reason, n in self._counts[source].items()
+                if reason.startswith("skipped_")
+            )
+            raise UserError(
+                f"source {self._names[source]!r}: none of its documents can be used ({told})"
+            )
 
     def _end(self, source: int) -> None:
         self._ended[source] = True

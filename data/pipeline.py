@@ -133,7 +133,10 @@ def build_eval_dataset(
         [grain.MapDataset.range(len(e.source)).map(e) for e in encoders]
     )
     stream = Mixture(
-        [DocumentStream(documents, num_workers=0, num_threads=config.read_threads)], ["eval"], [1.0]
+        [DocumentStream(documents, num_workers=0, num_threads=config.read_threads)],
+        ["evaluation"],
+        [1.0],
+        [len(documents)],
     )
     rows = pack(stream, seq_len, config.packing, config.packing_bins, seed=0)
     return _EvalBatches(rows, seq_len, batch_size, process_index, process_count, max_batches)
@@ -280,6 +283,7 @@ class _Plan:
             streams,
             [e.name for e in self.encoders],
             [e.config.weight for e in self.encoders],
+            [len(e.source) for e in self.encoders],
         )
         config = self.config
         return pack(mixture, self.seq_len, config.packing, config.packing_bins, self.seed + shard)

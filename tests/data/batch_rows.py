@@ -1,0 +1,66 @@
+"""Reading batches back: their segments, and the documents those came from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+
+def segments(batches: Iterable[dict]) -> Iterator[dict[str, np.ndarray]]:
+    """Every segment of every row, in order, as 1-D arrays; checks the row's own structure."""
+    for batch in batches:
+        check(batch)
+        for r in range(len(batch["tokens"])):
+            ids = batch["segment_ids"][r]
+            for s in range(1, ids.max(initial=0) + 1):
+                yield {k: v[r][ids == s] for k, v in batch.items()}
+
+
+def check(batch: dict[str, np.ndarray]) -> None:
+    """What every batch must be: shapes, types, segments from 1, positions from 0, clean padding."""
+    assert {k: v.dtype.name for k, v in batch.items()} == {
+        "tokens": "int32",
+        "targets": "int32",
+        "loss_mask": "float32",
+        "segment_ids": "int32",
+        "positions": "int32",
+    }
+    assert len({v.shape for v in batch.values()}) == 1
+    assert set(np.unique(batch["loss_mask"])) <= {0.0, 1.0}
+    for r, ids in enumerate(batch["segment_ids"]):
+        used = int((ids > 0).sum())
+        assert (ids[used:] == 0).all()
+        for name in ("tokens", "targets", "loss_mask", "positions"):
+            assert (batch[name][r][used:] == 0).all()
+        if used:
+            assert ids[0] == 1
+            assert set(np.diff(ids[:used])) <= {0, 1}
+            starts = np.flatnonzero(np.diff(ids[:used], prepend=0))
+            expected = np.arange(used) - starts[ids[:used] - 1]
+            assert np.array_equal(batch["positions"][r][:used], expected)
+
+
+def pairs(batches: Iterable[dict]) -> list[tuple[int, int]]:
+    """Every `(input, target)` pair with loss."""
+    out = []
+    for s in segments(batches):
+        on = s["loss_mask"] > 0
+        out += list(zip(s["tokens"][on].tolist(), s["targets"][on].tolist(), strict=True))
+    return out
+
+
+def names(batches: Iterable[dict], tokenizer) -> list[str]:
+    """The names, such as `text7`, of the documents that begin in these batches, in order."""
+    found = []
+    for s in segments(batches):
+        text = tokenizer.decode(s["tokens"].tolist())
+        match = re.match(r"(text|code|pair|chat)\d+\.", text)
+        if match and s["tokens"][0] == tokenizer.bos_id:
+            found.append(match[0][:-1])
+    return found
+
+
+def same(a: dict, b: dict) -> bool:
+    return a.keys() == b.keys() and all(np.array_equal(a[k], b[k]) for k in a)
