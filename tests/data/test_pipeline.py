@@ -119,7 +119,7 @@ def test_counts_tell_what_was_read(mixed, tokenizer):
     assert 0 <= 200 * 4 * 32 - total < 1000
     for name, share in (("code", 0.5), ("text", 0.3), ("chat", 0.2)):
         assert read[name]["tokens"] == pytest.approx(share * total, abs=150)
-        assert read[name]["bytes"] > read[name]["tokens"]
+        assert read[name]["bytes"] > 0.9 * read[name]["tokens"]
 
 
 def test_the_state_is_small_json(mixed, tokenizer):
