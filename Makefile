@@ -8,6 +8,9 @@ OUT ?= runs/quickstart
 # Two workers: two cores are what a small machine has, and each holds a JAX.
 PYTEST_ARGS ?= -n 2
 
+# For example --preset 100m --dtype bfloat16; see benchmarks/speed.py.
+BENCH_ARGS ?=
+
 BIN := $(VENV)/bin
 
 .PHONY: help install install-test quickstart test test-all test-smoke check format bench clean
@@ -49,6 +52,9 @@ test-all: install-test
 
 test-smoke: install-test
 	$(BIN)/pytest $(PYTEST_ARGS) -m smoke
+
+bench: install
+	$(BIN)/python benchmarks/speed.py $(BENCH_ARGS)
 
 check: install-test
 	$(BIN)/ruff check .
