@@ -5,12 +5,15 @@ one batch with explicit masks and positions, and the loss is weighted so that it
 The committed folder also takes the default arguments.
 """
 
+import json
+
 import jax
 import numpy as np
 import pytest
 from goldens import BFLOAT16, COMMITTED, FLOAT32, golden_of
 from oracle import next_token
 from parity import greatest_error, library_model, run
+from safetensors.numpy import load_file
 
 from decode import generate
 from laneformer_jax import Laneformer
@@ -109,6 +112,20 @@ def test_default_mask_and_positions(request):
     close(hidden, want["hidden_states"])
     mask = want["lpad.attention_mask"]
     close(model(want["lpad.input_ids"], mask)[mask == 1], want["lpad.logits"][mask == 1])
+
+
+@pytest.mark.parametrize("name", [*FLOAT32, BFLOAT16])
+def test_saved_folder_is_the_loaded_one(request, name, tmp_path):
+    """Every tensor bit for bit, every key of config.json."""
+    golden = golden_of(request, name)
+    Laneformer.from_pretrained(golden.folder).save_pretrained(tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert saved.keys() == golden.weights.keys()
+    for tensor, value in golden.weights.items():
+        assert saved[tensor].dtype == value.dtype
+        assert saved[tensor].tobytes() == value.tobytes()
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert config | golden.config == config
 
 
 def test_bfloat16(request):

@@ -1,0 +1,265 @@
+"""Lanes spread over devices: the same numbers as on one, and not one sum across lanes too many.
+
+How many sums a forward pass must hold is the specification's formula (section 2), written out again in
+`forward_sums`. How many the training step may hold in all follows from it:
+
+- The sum across lanes of a module's outputs is used by every lane, so its gradient is the sum of what the
+  lanes say about it: one [B,S,D] sum in the backward pass for each in the forward pass.
+- The mean over lanes at the end is the exception. What follows it is the same on every device, so its
+  gradient is already known to all lanes: none.
+- The embedding is the mirror image: every lane starts from the same vector, which costs nothing forward,
+  and its gradient is the sum over lanes: one.
+
+With the head `replicate` the backward pass so holds exactly as many sums as the forward pass; with a head
+that reads every lane's own stream one more. A head `lane` also sums its logits, [B,S,V], not counted here.
+"""
+
+import math
+import re
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from parity import greatest_error, library_model
+from shapes import random_tensors
+
+from decode import generate
+from laneformer_jax.model import parameter_paths
+from laneformer_jax.sharding import make_mesh
+from train.step import Plan, gradients
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+# No other array of the model has as many elements as [B,S,D].
+ROWS, TOKENS, DIM, VOCAB = 8, 11, 24, 40
+CONFIG = {
+    "vocab_size": VOCAB,
+    "hidden_size": DIM,
+    "head_dim": 4,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+    "num_lanes": 8,
+    "broadcast_delay": 1,
+    "sliding_window": 4,
+    "sliding_window_n_layers": 2,
+}
+
+
+def batch():
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(VOCAB, size=(ROWS, TOKENS)).astype(np.int32)
+    segments = np.sort(rng.integers(1, 4, size=tokens.shape), axis=1).astype(np.int32)
+    starts = np.array([[np.flatnonzero(row == s)[0] for s in row] for row in segments])
+    return {
+        "tokens": tokens,
+        "targets": np.roll(tokens, -1, axis=1),
+        "loss_mask": rng.uniform(size=tokens.shape).astype(np.float32),
+        "segment_ids": segments,
+        "positions": (np.arange(TOKENS) - starts).astype(np.int32),
+    }
+
+
+def logits_fn(model):
+    """model(...) as a function of its parameters, to be compiled."""
+    graphdef, params = nnx.split(model)
+    mesh = model.mesh
+
+    def logits(params, tokens, positions, segments):
+        model = nnx.merge(graphdef, params)
+        model.mesh = mesh
+        return model(tokens, positions=positions, segment_ids=segments)
+
+    return jax.jit(logits), params
+
+
+def train_fn(model, **plan):
+    plan = Plan(model.config, model.mesh, **plan)
+    params = {path: v[...] for path, v in parameter_paths(nnx.state(model)).items()}
+    return jax.jit(lambda params, batch: gradients(params, batch, plan)), params
+
+
+def results(model):
+    """Loss, gradients, and greedy tokens with the logits behind them."""
+    b = batch()
+    run, params = train_fn(model)
+    loss, _, grads = run(params, b)
+    out = generate(model, b["tokens"][:2, :6], max_new_tokens=6, return_logits=True)
+    return float(loss), {path: np.asarray(g) for path, g in grads.items()}, out
+
+
+HEADS = {
+    "replicate": {},
+    "noearly": {"use_early_comm": False, "replicated_rmsn_scale": False},
+    "lane": {"lm_head_type": "lane", "final_own_scale": "sqrt_lanes"},
+    "vocab_parallel": {"lm_head_type": "vocab_parallel", "early_broadcast": False},
+    "pre_norm_lane_agg": {"pre_norm_lane_agg": True, "use_attention_comm": False},
+}
+ALL_SHAPES = [(1, 2), (1, 4), (1, 8), (2, 1), (8, 1), (2, 2), (2, 4), (4, 2)]
+QUICK = [("replicate", shape) for shape in ((1, 2), (1, 4), (1, 8), (2, 4), (4, 2))]
+QUICK += [("vocab_parallel", (2, 4)), ("lane", (2, 4))]
+SLOW = [(h, s) for h in HEADS for s in ALL_SHAPES if (h, s) not in QUICK]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Results on one device, by head."""
+    made = {}
+
+    def of(head):
+        if head not in made:
+            config = CONFIG | HEADS[head]
+            made[head] = results(library_model(config, random_tensors(config)))
+        return made[head]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("head", "shape"),
+    [
+        *(pytest.param(*case, id=f"{case[0]}-{case[1][0]}x{case[1][1]}") for case in QUICK),
+        *(
+            pytest.param(*case, id=f"{case[0]}-{case[1][0]}x{case[1][1]}", marks=pytest.mark.slow)
+            for case in SLOW
+        ),
+    ],
+)
+def test_a_mesh_gives_one_devices_numbers(head, shape, alone):
+    config = CONFIG | HEADS[head]
+    mesh = make_mesh(*shape)
+    loss, grads, out = results(library_model(config, random_tensors(config), mesh=mesh))
+    want_loss, want_grads, want_out = alone(head)
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
+    assert greatest_error(grads, want_grads) <= 1e-5
+    np.testing.assert_array_equal(out.tokens, want_out.tokens)
+    scale = np.abs(want_out.logits).max()
+    np.testing.assert_allclose(out.logits, want_out.logits, atol=1e-5 * scale, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head", HEADS)
+def test_a_mesh_gives_one_devices_logits(head):
+    config = CONFIG | HEADS[head]
+    b = batch()
+    inputs = (b["tokens"], None, b["positions"], b["segment_ids"])
+    alone = np.asarray(library_model(config, random_tensors(config))(*inputs))
+    spread = library_model(config, random_tensors(config), mesh=make_mesh(2, 4))(*inputs)
+    np.testing.assert_allclose(spread, alone, atol=1e-5 * np.abs(alone).max(), rtol=0)
+
+
+# Counting ------------------------------------------------------------------------------------
+
+
+def forward_sums(config):
+    """[B,S,D] sums across lanes in a forward pass, of modules and at the end (specification, section 2)."""
+    n, delta = config["num_hidden_layers"], config["broadcast_delay"]
+    early = config.get("use_early_comm", True)
+    modules = 0
+    for switch in ("use_attention_comm", "use_mlp_comm"):
+        delayed = max(0, n - delta) if config.get(switch, config.get("use_comm", True)) else 0
+        modules += max(min(delta, n), delayed) if early else delayed
+    return modules, int(config.get("lm_head_type", "replicate") == "replicate")
+
+
+def lane_sums(compiled, elements, lanes):
+    """All-reduce operands of so many elements over groups of so many devices, in compiled HLO text.
+
+    XLA merges several sums into one instruction that returns a tuple, so operands are counted, not
+    instructions.
+    """
+    count = 0
+    for line in compiled.as_text().splitlines():
+        match = re.search(r"= (.*?) all-reduce(?:-start)?\((.*)", line)
+        if match is None:
+            continue
+        shapes = re.findall(r"\w+\[([\d,]*)\]", match[1])
+        group = replica_group_size(match[2])
+        sizes = [math.prod(int(n) for n in s.split(",") if n) for s in shapes]
+        if group == lanes:
+            count += sizes.count(elements)
+    return count
+
+
+def replica_group_size(text):
+    explicit = re.search(r"replica_groups=\{\{([\d,]+)\}", text)
+    if explicit:
+        return len(explicit[1].split(","))
+    groups_by_size = re.search(r"replica_groups=\[(\d+),(\d+)\]<=", text)
+    return int(groups_by_size[2])
+
+
+def other_collectives(compiled):
+    names = "all-gather|all-to-all|collective-permute|reduce-scatter|collective-broadcast"
+    return re.findall(rf" (?:{names})(?:-start)?\(", compiled.as_text())
+
+
+COUNTED = {
+    "delta1": {},
+    "delta2": {"broadcast_delay": 2},
+    "delta3-of-4": {"broadcast_delay": 3},
+    "delta-beyond": {"broadcast_delay": 5},
+    "noearly-delta1": {"use_early_comm": False},
+    "noearly-delta3-of-4": {"use_early_comm": False, "broadcast_delay": 3},
+    "noearly-beyond": {"use_early_comm": False, "broadcast_delay": 4},
+    "no-broadcast": {"early_broadcast": False},
+    "no-comm": {"use_comm": False},
+    "attention-only": {"use_mlp_comm": False, "broadcast_delay": 2},
+    "nothing": {"use_comm": False, "use_early_comm": False},
+    "lane": {"lm_head_type": "lane"},
+    "vocab_parallel": {"lm_head_type": "vocab_parallel", "use_early_comm": False},
+    "pre_norm_lane_agg": {"pre_norm_lane_agg": True, "replicated_rmsn_scale": False},
+}
+QUICKLY_COUNTED = ("delta1", "delta2", "noearly-delta1", "vocab_parallel")
+count_cases = pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param(f, id=name, marks=() if name in QUICKLY_COUNTED else pytest.mark.slow)
+        for name, f in COUNTED.items()
+    ],
+)
+
+
+@count_cases
+def test_forward_and_backward_hold_exactly_the_sums_they_need(fields):
+    config = CONFIG | {"num_hidden_layers": 4} | fields
+    model = library_model(config, random_tensors(config), mesh=make_mesh(1, 8))
+    modules, end = forward_sums(config)
+    assert model.config.lane_sums() == modules + end
+    elements, b = ROWS * TOKENS * DIM, batch()
+
+    run, params = logits_fn(model)
+    inputs = (b["tokens"], b["positions"], b["segment_ids"])
+    forward = run.lower(params, *inputs).compile()
+    assert lane_sums(forward, elements, 8) == modules + end
+    assert other_collectives(forward) == []
+
+    run, params = train_fn(model)
+    step = run.lower(params, b).compile()
+    assert lane_sums(step, elements, 8) == (modules + end) + (modules + 1)
+    assert other_collectives(step) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [{"remat": True}, {"accumulate": 2}], ids=str)
+def test_recomputation_and_accumulation_add_no_sums(plan):
+    """Recomputed modules lie between sums; two microbatches are a first pass and a loop over the other."""
+    model = library_model(CONFIG, random_tensors(CONFIG), mesh=make_mesh(1, 8))
+    modules, end = forward_sums(CONFIG)
+    micro = plan.get("accumulate", 1)
+    run, params = train_fn(model, **plan)
+    step = run.lower(params, batch()).compile()
+    elements = ROWS * TOKENS * DIM // micro
+    assert lane_sums(step, elements, 8) == micro * (2 * modules + end + 1)
+
+
+@pytest.mark.slow
+def test_rows_on_other_devices_add_no_sums():
+    model = library_model(CONFIG, random_tensors(CONFIG), mesh=make_mesh(2, 4))
+    modules, end = forward_sums(CONFIG)
+    run, params = train_fn(model)
+    step = run.lower(params, batch()).compile()
+    assert lane_sums(step, ROWS * TOKENS * DIM // 2, 4) == 2 * modules + end + 1
