@@ -31,6 +31,7 @@ COMMANDS: dict[str, Command] = {
     "quickstart": Command("train.quickstart", "train, resume, sample and export a small model"),
     "train": Command("train.cli", "train one phase from a config file"),
     "generate": Command("decode.cli", "continue a prompt"),
+    "evaluate": Command("eval.cli", "HumanEval+, MBPP+ and perplexity of a checkpoint"),
     "export": Command(
         "laneformer_jax.checkpoint.cli",
         "write a training checkpoint as Hugging Face safetensors",
