@@ -171,7 +171,8 @@ class LaneformerConfig:
             _refuse(
                 "tie_word_embeddings",
                 True,
-                f"false with lm_head_type {self.lm_head_type}: only the replicate head has the embedding's shape",
+                f"false with lm_head_type {self.lm_head_type}: only the replicate head has the "
+                "embedding's shape",
             )
         for name in ("use_attention_comm", "use_mlp_comm"):
             if self.use_comm is False and getattr(self, name):
@@ -198,7 +199,8 @@ class LaneformerConfig:
             _refuse(
                 "swa_layers",
                 list(self.swa_layers),
-                f"absent when sliding_window_n_layers ({self.sliding_window_n_layers}) is given: one of the two",
+                f"absent when sliding_window_n_layers ({self.sliding_window_n_layers}) is given: "
+                "one of the two",
             )
         if self.sliding_window is None:
             name = "sliding_window_n_layers" if self.sliding_window_n_layers else "swa_layers"
@@ -271,17 +273,25 @@ class LaneformerConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Build from a parsed `config.json`; keys that are not ours are kept in `extra`."""
-        known = {f.name for f in fields(cls)} - {"extra"}
-        ours = {k: v for k, v in values.items() if k in known}
+        """Build from a parsed `config.json`; keys that are not ours are kept in `extra`.
+
+        So are keys spelled out at a default that `to_dict` would leave out.
+        """
+        default = {f.name: f.default for f in fields(cls) if f.name != "extra"}
+        ours = {k: v for k, v in values.items() if k in default}
         for name, value in ours.items():
             if value is None and name not in _NULLABLE:
                 _refuse(name, None, "a value")
-        return cls(**ours, extra={k: v for k, v in values.items() if k not in known})
+        unwritten = {k for k in _WRITTEN_WHEN_SET & ours.keys() if ours[k] == default[k]}
+        extra = {k: v for k, v in values.items() if k not in ours or k in unwritten}
+        return cls(**ours, extra=extra)
 
     @classmethod
     def from_json(cls, path: str | Path) -> Self:
-        """Read a `config.json`, or the one in a folder. Raises UserError when it is absent or not a JSON object."""
+        """Read a `config.json`, or the one in a folder.
+
+        Raises UserError when it is absent or not a JSON object.
+        """
         path = Path(path)
         if path.is_dir():
             path /= "config.json"
