@@ -21,6 +21,10 @@ def add_import_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("source", metavar="SRC", help="folder or Hub repository id")
     parser.add_argument("target", metavar="DST", help="new checkpoint folder")
+    parser.add_argument("--lanes", type=int, metavar="L", help="split a dense model into L lanes")
+    parser.add_argument(
+        "--delay", type=int, metavar="N", help="broadcast delay of the lanes in layers (default: 2)"
+    )
     _add_common(parser)
 
 
@@ -28,6 +32,13 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Write a checkpoint as a Hugging Face folder of safetensors."
     parser.add_argument("checkpoint", metavar="CKPT", help="checkpoint, or a training run's folder")
     parser.add_argument("target", metavar="DST", help="new folder")
+    parser.add_argument(
+        "--as",
+        dest="as_",
+        choices=("lanes", "llama"),
+        default="lanes",
+        help="llama: one dense model for plain transformers, where the lanes are mathematically dense",
+    )
     parser.add_argument(
         "--vocab-size",
         type=int,
@@ -50,10 +61,25 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 
 def run_import(args: argparse.Namespace) -> int:
-    from laneformer_jax.checkpoint import convert
+    from laneformer_jax.checkpoint import convert, dense, hf
 
     with _told_plainly():
-        report = convert.import_lanes(args.source, args.target, dtype=args.dtype, check=args.verify)
+        folder = hf.find_folder(args.source)
+        common: dict[str, Any] = dict(dtype=args.dtype, check=args.verify, name=args.source)
+        if dense.is_dense(folder):
+            if args.lanes is None:
+                raise UserError(
+                    f"{args.source}: is a dense model; name the lanes, as in `--lanes 8 --delay 2`"
+                )
+            delay = 2 if args.delay is None else args.delay
+            report = convert.import_dense(
+                folder, args.target, lanes=args.lanes, delay=delay, **common
+            )
+        else:
+            for name in ("lanes", "delay"):
+                if getattr(args, name) is not None:
+                    raise UserError(f"--{name}: {args.source} is no dense model to split")
+            report = convert.import_lanes(folder, args.target, **common)
     _print(report)
     return 0
 
@@ -62,8 +88,9 @@ def run_export(args: argparse.Namespace) -> int:
     from laneformer_jax.checkpoint import convert
 
     shard_bytes = None if args.shard_size is None else parse_size(args.shard_size)
+    export = convert.export_lanes if args.as_ == "lanes" else convert.export_dense
     with _told_plainly():
-        report = convert.export_lanes(
+        report = export(
             args.checkpoint,
             args.target,
             dtype=args.dtype,

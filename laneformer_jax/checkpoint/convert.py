@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from laneformer_jax.checkpoint import assets, hf, native, verify
+from laneformer_jax.checkpoint import assets, dense, hf, native, verify
 from laneformer_jax.checkpoint.sources import (
     EMBEDDING,
     LaneFolder,
@@ -60,6 +60,7 @@ def import_lanes(
     *,
     dtype: Any = None,
     check: bool = False,
+    name: str | None = None,
 ) -> Report:
     """Turn a Hugging Face folder or Hub repository in the lane layout into an inference checkpoint.
 
@@ -71,6 +72,7 @@ def import_lanes(
         target: a new folder.
         dtype: of the parameters; None keeps the files'.
         check: read everything back and compare tensors and the logits of a probe before the folder appears.
+        name: of the source, for the record; None: its path.
 
     Raises:
         UserError: a source that is damaged or not what its config says, or a target that is taken.
@@ -84,8 +86,44 @@ def import_lanes(
         files[CONFIG] = (folder / CONFIG).read_bytes()
         if lanes.tensors.index is not None:
             files[INDEX] = lanes.tensors.index
-    metadata = {"source": {"name": str(source), "layout": "lanes"}}
+    metadata = {"source": {"name": name or str(source), "layout": "lanes"}}
     return write_native(lanes, target, metadata, files, check)
+
+
+def import_dense(
+    source: str | Path,
+    target: str | Path,
+    *,
+    lanes: int,
+    delay: int,
+    dtype: Any = None,
+    order: list[dense.LayerOrder] | None = None,
+    check: bool = False,
+    name: str | None = None,
+) -> Report:
+    """Split a dense Llama, Mistral or Qwen3 folder into lanes, as an inference checkpoint.
+
+    With δ ≥ N its logits are the dense model's; with a smaller delay it is where retraining starts.
+
+    Args:
+        source: a folder or a Hub repository id.
+        target: a new folder.
+        lanes, delay: L and δ.
+        dtype: of the parameters; None keeps the files'.
+        order: of each layer's neurons and kv heads over the lanes (see `affinity`); None: as they are.
+        check: as in `import_lanes`; the probe's logits under δ = N are compared with one lane's.
+        name: as in `import_lanes`.
+
+    Raises:
+        UserError: a source that is damaged or cannot be split, or a target that is taken.
+    """
+    folder = hf.find_folder(source)
+    split = dense.DenseFolder(folder, lanes, delay, _dtype(dtype), order)
+    files = assets.carried(folder)
+    files.pop(assets.CARD, None)  # it describes the dense model
+    files[CONFIG] = hf.config_text(split.config, str(split.specs[EMBEDDING].dtype)).encode()
+    metadata = {"source": {"name": name or str(source), "layout": hf.model_type(folder)}}
+    return write_native(split, target, metadata, files, check)
 
 
 def write_native(
@@ -105,6 +143,8 @@ def write_native(
         _stream(source, "import", writer.add)
         if check:
             checks = verify.native_folder(source, writer.folder)
+            if isinstance(source, dense.DenseFolder):
+                checks += verify.split(source)
     return _report(target, source.specs, began, checks)
 
 
@@ -148,6 +188,51 @@ def export_lanes(
         shard_bytes or SHARD_BYTES,
         weight_map,
         (lambda written: verify.lane_folder(source, written)) if check else None,
+        notes,
+    )
+
+
+def export_dense(
+    checkpoint: str | Path,
+    target: str | Path,
+    *,
+    dtype: Any = None,
+    vocab_size: int | None = None,
+    shard_bytes: int | None = None,
+    check: bool = False,
+) -> Report:
+    """Write a checkpoint that is mathematically dense as a Llama folder for plain transformers.
+
+    Models with q/k norms become Qwen3, those with sliding windows Mistral. Arguments as `export_lanes`.
+
+    Raises:
+        UserError: as `export_lanes`, or lanes that are not dense; each field in the way is named.
+    """
+    source, folder, metadata = open_native(checkpoint, dtype, vocab_size)
+    config = source.config
+    dense.check_dense(config)
+    copies = dense.removable_copies(source)
+    dtypes = {dense.dense_name(path): spec.dtype for path, spec in source.specs.items()}
+    specs = {
+        name: TensorSpec(shape, dtypes[name])
+        for name, shape in dense.dense_shapes(config, copies).items()
+    }
+    files, notes = _export_files(folder, source, metadata, Path(target).name, llama=True)
+    files.pop(INDEX, None)
+    kv_heads, text_dtype = (
+        config.num_key_value_heads // copies,
+        str(specs[dense.EMBEDDING_NAME].dtype),
+    )
+    files[CONFIG] = dense.dense_config_text(config, kv_heads, text_dtype).encode()
+    return write_folder(
+        source,
+        target,
+        specs,
+        lambda params: dense.merge_group(config, params, copies),
+        files,
+        shard_bytes or SHARD_BYTES,
+        None,
+        (lambda written: verify.dense_folder(source, written, copies)) if check else None,
         notes,
     )
 

@@ -29,7 +29,15 @@ ARCHITECTURE, MODEL_TYPE = "LaneformerTPForCausalLM", "laneformer_tp"
 HEAD = "lm_head.weight"
 _SHOWN = 8
 # Never code, never pickles: what a Hub repository is asked for.
-DOWNLOADED = ("*.json", "*.safetensors", "tokenizer*", "*.jinja", "merges.txt", "LICENSE*", "README.md")
+DOWNLOADED = (
+    "*.json",
+    "*.safetensors",
+    "tokenizer*",
+    "*.jinja",
+    "merges.txt",
+    "LICENSE*",
+    "README.md",
+)
 
 
 def tensor_name(path: str) -> str:
@@ -148,18 +156,21 @@ def cast(value: np.ndarray, dtype: Any, name: str) -> np.ndarray:
         out = value.astype(dtype)
     overflowed = count_nonfinite(out) - count_nonfinite(value)
     if overflowed:
-        warnings.warn(f"tensor {name}: {overflowed} values exceed the range of {dtype}", stacklevel=2)
+        warnings.warn(
+            f"tensor {name}: {overflowed} values exceed the range of {dtype}", stacklevel=2
+        )
     return out
 
 
-def warn_of_untied_head(tensors: TensorFolder, config: LaneformerConfig) -> None:
+def warn_of_untied_head(
+    tensors: TensorFolder, config: LaneformerConfig, embedding: str = "model.tok_embeddings.weight"
+) -> None:
     """A tied head may be stored all the same and is not read; say so when it is not the embedding."""
     if not config.tie_word_embeddings or HEAD not in tensors.specs:
         return
-    embedding = tensors.read("model.tok_embeddings.weight")
-    if not np.array_equal(tensors.read(HEAD), embedding):
+    if not np.array_equal(tensors.read(HEAD), tensors.read(embedding)):
         warnings.warn(
-            f"{tensors.files[HEAD]}: {HEAD} differs from the embedding, but the config ties them "
+            f"{tensors.files[HEAD]}: {HEAD} differs from {embedding}, but the config ties them "
             "(tie_word_embeddings): it is ignored",
             stacklevel=2,
         )
@@ -173,7 +184,9 @@ def check_tensors(
     extra = specs.keys() - expected.keys()
     if config.tie_word_embeddings:
         extra -= {HEAD}
-    found = [f"missing {name} {list(shape)}" for name, shape in expected.items() if name not in specs]
+    found = [
+        f"missing {name} {list(shape)}" for name, shape in expected.items() if name not in specs
+    ]
     found += [
         f"{name} is {list(specs[name].shape)}, must be {list(shape)}"
         for name, shape in expected.items()

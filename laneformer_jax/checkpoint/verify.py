@@ -1,17 +1,20 @@
 """Reads a written conversion back and compares it with its source, before it gets its final name."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 
-from laneformer_jax.checkpoint import hf, native
+from laneformer_jax.checkpoint import dense, hf, native
 from laneformer_jax.checkpoint.sources import LaneFolder, Params, Source, groups
+from laneformer_jax.checkpoint.tensorfile import TensorFolder
 from laneformer_jax.config import LaneformerConfig
 from laneformer_jax.errors import UserError
 
 _PROBE = (2, 64)  # sequences × tokens
+_TOLERANCE = 1e-4  # of the largest logit, where the order of sums differs
 
 
 def native_folder(source: Source, folder: Path) -> tuple[str, ...]:
@@ -31,6 +34,41 @@ def lane_folder(source: Source, folder: Path) -> tuple[str, ...]:
     """Compare an exported folder in the lane layout."""
     written = LaneFolder(folder)
     return _equal_tensors(source, written.read), _equal_logits(source, written.read, written.config)
+
+
+def split(source: dense.DenseFolder) -> tuple[str, ...]:
+    """Compare a dense model, as one lane, with its lanes under δ = N; both in float32."""
+    whole = dense.DenseFolder(source.folder, 1, 1)
+    merged = dataclasses.replace(source.config, broadcast_delay=source.config.num_hidden_layers)
+    return (_close_logits(_float32(whole), whole.config, _float32(source), merged),)
+
+
+def dense_folder(source: Source, folder: Path, copies: int) -> tuple[str, ...]:
+    """Compare an exported dense folder: its tensors with merged lanes, its logits with the lanes'."""
+    tensors = TensorFolder(folder)
+    count = 0
+    for group in groups(source):
+        for name, value in dense.merge_group(source.config, source.read(group), copies).items():
+            if not np.array_equal(_bits(tensors.read(name)), _bits(value)):
+                raise UserError(f"verify: tensor {name} was not written as it was read")
+            count += 1
+    written = dense.DenseFolder(folder, 1, 1)
+    close = _close_logits(_float32(written), written.config, _float32(source), source.config)
+    return f"{count} tensors equal bit for bit", close
+
+
+def _float32(source: Source) -> Params:
+    return {path: value.astype(np.float32) for path, value in read_all(source).items()}
+
+
+def _close_logits(
+    a: Params, a_config: LaneformerConfig, b: Params, b_config: LaneformerConfig
+) -> str:
+    one, other = probe_logits(a_config, a), probe_logits(b_config, b)
+    gap = float(np.max(np.abs(one - other)))
+    if not gap <= _TOLERANCE * max(1.0, float(np.max(np.abs(one)))):
+        raise UserError(f"verify: the logits of a probe batch differ by {gap:.2g}")
+    return f"logits of a probe batch equal the dense model's within {gap:.1e}"
 
 
 def probe_logits(config: LaneformerConfig, params: Mapping[str, np.ndarray]) -> np.ndarray:
