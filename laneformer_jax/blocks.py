@@ -4,7 +4,7 @@ Shapes: L lanes of this device, B batch, S sequence, T keys, D hidden, I and O a
 F feed-forward neurons of a lane, H query heads of a lane, K kv heads of a lane, d head size.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +48,7 @@ class Attention(nnx.Module):
         lanes, hidden, d = config.num_lanes, config.hidden_size, config.head_size
         q = config.num_attention_heads * d // lanes
         kv = config.num_key_value_heads * d // lanes
-        kw = dict(dtype=dtype, rngs=rngs)
+        kw: dict[str, Any] = dict(dtype=dtype, rngs=rngs)
         self.wq = LaneLinear(lanes, q, hidden, fan_in=hidden, **kw)
         self.wk = LaneLinear(lanes, kv, hidden, fan_in=hidden, **kw)
         self.wv = LaneLinear(lanes, kv, hidden, fan_in=hidden, **kw)
@@ -94,7 +94,7 @@ class MLP(nnx.Module):
 
     def __init__(self, config: LaneformerConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
         lanes, hidden, ffn = config.num_lanes, config.hidden_size, config.intermediate_size
-        kw = dict(dtype=dtype, rngs=rngs)
+        kw: dict[str, Any] = dict(dtype=dtype, rngs=rngs)
         self.w1 = LaneLinear(lanes, ffn // lanes, hidden, fan_in=hidden, **kw)
         self.w3 = LaneLinear(lanes, ffn // lanes, hidden, fan_in=hidden, **kw)
         self.w2 = LaneLinear(lanes, hidden, ffn // lanes, fan_in=ffn, **kw)

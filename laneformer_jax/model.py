@@ -79,11 +79,12 @@ class Laneformer(nnx.Module):
         self.layers = nnx.List(
             [DecoderLayer(config, dtype, rngs) for _ in range(config.num_hidden_layers)]
         )
-        if config.pre_norm_lane_agg:
-            self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
-        else:
-            self.norm = make_norm(config, dtype)
-        self.lm_head = make_head(config, dtype, rngs)
+        self.norm = (
+            RMSNorm(config.hidden_size, config.norm_eps, dtype)
+            if config.pre_norm_lane_agg
+            else make_norm(config, dtype)
+        )
+        self.lm_head: Any = make_head(config, dtype, rngs)  # the kinds take different arguments
 
     # Inside a device ------------------------------------------------------------------------
 
@@ -101,8 +102,9 @@ class Laneformer(nnx.Module):
     ) -> Output:
         """Embedding and all layers on this device's lanes; inside a shard_map when `lanes.axis` is set.
 
-        attention_mask: False or 0 marks padding. positions default to the slot numbers. segment_ids: tokens see
-        only their own document's. remat: recompute modules in the backward pass (sums across lanes are not).
+        attention_mask: False or 0 marks padding. positions default to the slot numbers. segment_ids:
+        tokens see only their own document's. remat: recompute modules in the backward pass (sums
+        across lanes are not).
         """
         cfg = self.config
         batch, seq = input_ids_BS.shape

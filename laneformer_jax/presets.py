@@ -61,7 +61,10 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def preset(name: str, **overrides: Any) -> LaneformerConfig:
-    """The configuration called `name`, with fields replaced. Raises UserError for an unknown name or field."""
+    """The configuration called `name`, with fields replaced.
+
+    Raises UserError for an unknown name or field.
+    """
     if name not in PRESETS:
         raise UserError(
             f"preset: {name!r} is unknown; one of {', '.join(PRESETS)}{nearest(name, PRESETS)}"
