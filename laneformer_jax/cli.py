@@ -7,6 +7,7 @@ import importlib
 import os
 import re
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -16,6 +17,8 @@ from laneformer_jax.errors import UserError, nearest
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
+
+_plain_format = warnings.formatwarning
 
 
 class Command(NamedTuple):
@@ -75,8 +78,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code.
 
     2 for a UserError, 130 when interrupted, 141 when the reader of stdout went away; other errors
-    are ours and keep their traceback. With LANEFORMER_DEBUG=1 every error does.
+    are ours and keep their traceback. With LANEFORMER_DEBUG=1 every error does. A UserWarning is
+    one line on stderr.
     """
+    # Not showwarning: whoever records warnings replaces that.
+    warnings.formatwarning = _format_warning
+    try:
+        return _main(argv)
+    finally:
+        warnings.formatwarning = _plain_format
+
+
+def _main(argv: Sequence[str] | None) -> int:
     if os.environ.get("LANEFORMER_DEBUG") == "1":
         return _dispatch(sys.argv[1:] if argv is None else argv)
     try:
@@ -96,6 +109,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     return code
+
+
+def _format_warning(message: Any, category: type[Warning], *args: Any, **kwargs: Any) -> str:
+    if issubclass(category, UserWarning):
+        return f"warning: {' '.join(str(message).split())}\n"
+    return _plain_format(message, category, *args, **kwargs)
 
 
 def _fail(message: str) -> int:

@@ -10,10 +10,7 @@ command again continues a run that was stopped. Exit codes: 0 complete, 2 bad in
 from __future__ import annotations
 
 import argparse
-import sys
-import warnings
 from pathlib import Path
-from typing import Any
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +37,6 @@ def run(args: argparse.Namespace) -> int:
 
     config = settings.load(RunConfig, settings.find_config(args.config), args.overrides)
     print(settings.to_yaml(config), end="", flush=True)
-    warnings.showwarning = _one_line
 
     from train.loop import train
 
@@ -51,8 +47,3 @@ def run(args: argparse.Namespace) -> int:
             shown += f", held-out loss {result.eval_loss:.4f}"
         print(f"{config.phase}: {result.step} steps{shown}; {args.out}")
     return result.exit_code
-
-
-def _one_line(message: Any, category: type[Warning], *_: Any) -> None:
-    if issubclass(category, UserWarning):
-        print(f"warning: {' '.join(str(message).split())}", file=sys.stderr)

@@ -3,7 +3,6 @@
 import argparse
 import re
 import signal
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -112,7 +111,7 @@ def parse_size(text: str) -> int:
 
 @contextmanager
 def _told_plainly() -> Iterator[None]:
-    """Warnings as one line each; a termination signal interrupts, so that nothing is left behind."""
+    """Every warning is told; a termination signal interrupts, so that nothing is left behind."""
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -121,14 +120,9 @@ def _told_plainly() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("always", UserWarning)
-            warnings.showwarning = _show_warning
             yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    print(f"warning: {message}", file=sys.stderr)
 
 
 def _print(report: Any) -> None:

@@ -182,6 +182,32 @@ def test_other_errors_keep_their_traceback(command):
         cli.main(["try"])
 
 
+def test_user_warnings_are_one_line_and_others_keep_their_place():
+    done = python(
+        """
+import sys, types, warnings
+from laneformer_jax import cli
+
+def run(args):
+    warnings.warn("step 3 is\\ndamaged")
+    warnings.warn("odd", RuntimeWarning)
+    return 0
+
+module = types.SimpleNamespace(__doc__="", add_arguments=lambda parser: None, run=run)
+sys.modules["try_module"] = module
+cli.COMMANDS["try"] = cli.Command("try_module", "")
+plain = warnings.formatwarning
+assert cli.main(["try"]) == 0
+assert warnings.formatwarning is plain
+"""
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines() == [
+        "warning: step 3 is damaged",
+        "<string>:7: RuntimeWarning: odd",
+    ]
+
+
 def test_interrupt_exits_130(capsys, command):
     command(raises(KeyboardInterrupt()))
     assert cli.main(["try"]) == 130
