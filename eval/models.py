@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from eval import prompts
 from laneformer_jax.errors import UserError
 
+_BUCKET = 64  # tokens
 _RETRIES = 6
 _TIMEOUT = 600.0  # seconds for one answer
 
@@ -79,13 +80,16 @@ class CheckpointModel:
         config = self.model.config
         if len(ids) >= config.max_position_embeddings:
             return Answer(start, "prompt too long", 0)
+        padded = self._padded(len(ids), sampling.max_new_tokens)
+        gap = padded - len(ids)
         stream, text, count = self.tokenizer.stream(), "", 0
         longest = max(map(len, ends))
         for burst in decode.stream(
             self.model,
-            np.asarray([ids], np.int32),
+            np.asarray([[self.tokenizer.bos_id] * gap + ids], np.int32),
             sampling.max_new_tokens,
             sampling.temperature,
+            attention_mask=np.arange(padded)[None] >= gap,
             eos_token_id=self.tokenizer.eos_id,
             seed=sampling.seed + index,
             overflow="cut",
@@ -102,6 +106,11 @@ class CheckpointModel:
                 if before is not None:
                     return Answer(start + text[:begin] + before, "stop", count)
         return Answer(start + text + stream.flush(), "length", count)
+
+    def _padded(self, length: int, new: int) -> int:
+        """Prompt length after padding on the left: a few lengths, so that few are compiled."""
+        padded = -(-length // _BUCKET) * _BUCKET
+        return padded if padded + new <= self.model.config.max_position_embeddings else length
 
     def _prompt_ids(self, prompt: str) -> tuple[list[int], str]:
         """Token ids, and the text an answer starts with."""

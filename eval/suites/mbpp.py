@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import functools
 import re
 from collections.abc import Iterable, Mapping
@@ -66,10 +67,10 @@ def base_tasks(rows: Iterable[Mapping[str, Any]]) -> dict[str, Task]:
 def _base_task(row: Mapping[str, Any]) -> Task:
     task_id = f"Mbpp/{row['task_id']}"
     asserts = [_assertion(task_id, source) for source in row["test_list"]]
-    # The function under test is the outermost call on the left that the tests' own names leave.
-    called = [n.func.id for n in ast.walk(asserts[0].left) if _named_call(n)]
-    defined = {n.name for n in ast.walk(ast.parse(row["code"])) if isinstance(n, ast.FunctionDef)}
-    entry = next((name for name in called if name in defined), called[0])
+    # The outermost call on the left that is not of a builtin, as in `set(f(x)) == …`.
+    calls = [n.func for n in ast.walk(asserts[0].left) if isinstance(n, ast.Call)]
+    names = [f.id for f in calls if isinstance(f, ast.Name)]
+    entry = next(name for name in names if not hasattr(builtins, name))
     return Task(
         task_id,
         prompt(row["text"], row["test_list"][0]),
@@ -78,10 +79,6 @@ def _base_task(row: Mapping[str, Any]) -> Task:
         functools.partial(_script, entry, asserts, row["test_setup_code"]),
         ("base",),
     )
-
-
-def _named_call(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
 
 
 def _assertion(task_id: str, source: str) -> ast.Compare:
