@@ -14,25 +14,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from data.config import DataConfig, SourceConfig
+    from data.evaluation import build_eval_dataset
     from data.packing import Batch
-    from data.pipeline import (
-        build_dataset,
-        build_eval_dataset,
-        closing,
-        counts,
-        merge_states,
-        training_texts,
-    )
+    from data.pipeline import build_dataset, closing, training_texts
+    from data.state import counts, merge_states
 
 _HOME = {
     "Batch": "data.packing",
     "DataConfig": "data.config",
     "SourceConfig": "data.config",
     "build_dataset": "data.pipeline",
-    "build_eval_dataset": "data.pipeline",
+    "build_eval_dataset": "data.evaluation",
     "closing": "data.pipeline",
-    "counts": "data.pipeline",
-    "merge_states": "data.pipeline",
+    "counts": "data.state",
+    "merge_states": "data.state",
     "training_texts": "data.pipeline",
 }
 

@@ -58,7 +58,7 @@ def _train(args: argparse.Namespace) -> int:
 
 def _stats(args: argparse.Namespace) -> int:
     from data.config import SourceConfig
-    from data.sources import open_source
+    from data.sources.opening import open_source
     from laneformer_jax.errors import UserError
     from laneformer_jax.tokenizer import Tokenizer
 

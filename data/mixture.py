@@ -7,15 +7,61 @@ number of tokens a source is at most about one document away from it.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import grain
 
+from data.config import SchedulePoint
 from data.documents import SKIP_REASONS
 from laneformer_jax.errors import UserError
 
 _NO_COUNTS = {"documents": 0, "tokens": 0, "bytes": 0, "truncated": 0}
+
+
+# Rows of a stream in a row that may all be skipped before that counts as an error.
+_STREAM_SIZE = 100_000
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights in straight lines from point to point, constant before and after.
+
+    Attributes:
+        tokens: int [points], rising; weights: float [points][sources].
+    """
+
+    tokens: tuple[int, ...]
+    weights: tuple[tuple[float, ...], ...]
+
+    @classmethod
+    def constant(cls, weights: Sequence[float]) -> Weights:
+        """The same weights throughout."""
+        return cls((0,), (tuple(weights),))
+
+    @classmethod
+    def scheduled(
+        cls, points: Sequence[SchedulePoint], names: Sequence[str], streams: int
+    ) -> Weights:
+        """A schedule as one of `streams` equal streams of a run sees it."""
+        return cls(
+            tuple(p.tokens // streams for p in points),
+            tuple(tuple(float(p.weights.get(n, 0)) for n in names) for p in points),
+        )
+
+    def at(self, tokens: int) -> Sequence[float]:
+        """The weights after `tokens` tokens."""
+        after = bisect.bisect_right(self.tokens, tokens)
+        if after in (0, len(self.tokens)):
+            return self.weights[max(after - 1, 0)]
+        begin, end = self.tokens[after - 1], self.tokens[after]
+        part = (tokens - begin) / (end - begin)
+        return [
+            a + (b - a) * part
+            for a, b in zip(self.weights[after - 1], self.weights[after], strict=True)
+        ]
 
 
 class Mixture(grain.IterDataset):
@@ -27,20 +73,21 @@ class Mixture(grain.IterDataset):
     Args:
         parents: one stream per source.
         names: of the sources.
-        weights: of the sources; any positive scale.
-        sizes: documents of each source. A source that gives none to use among so many in a row
-            raises UserError: it would be read forever.
+        weights: of the sources after so many tokens; any scale.
+        sizes: documents of each source, None for a stream. A source that gives none to use among
+            so many in a row raises UserError: it would be read forever.
     """
 
     def __init__(
         self,
         parents: Sequence[grain.IterDataset],
         names: Sequence[str],
-        weights: Sequence[float],
-        sizes: Sequence[int],
+        weights: Weights,
+        sizes: Sequence[int | None],
     ):
         super().__init__(parents)
-        self.names, self.weights, self.sizes = list(names), list(weights), list(sizes)
+        self.names, self.weights = list(names), weights
+        self.sizes = [_STREAM_SIZE if n is None else n for n in sizes]
 
     def __iter__(self) -> grain.DatasetIterator:
         return MixtureIterator([iter(p) for p in self.parents], self)
@@ -61,14 +108,17 @@ class MixtureIterator(grain.DatasetIterator):
         self._behind = [0.0] * len(self._names)
         self._ended = [False] * len(self._names)
         self._counts: list[dict[str, int]] = [dict(_NO_COUNTS) for _ in self._names]
+        self._tokens = 0
+        self._set_shares()
         self._skipped_in_a_row = [0] * len(self._names)
         self._parent_states = [p.get_state() for p in self._streams]
 
     def __next__(self) -> dict[str, Any]:
         while not all(self._ended):
+            # A source without a share now waits, however far behind an earlier share left it.
             source = max(
                 (i for i, ended in enumerate(self._ended) if not ended),
-                key=self._behind.__getitem__,
+                key=lambda i: (self._shares[i] > 0, self._behind[i]),
             )
             try:
                 document = next(self._streams[source])
@@ -94,13 +144,25 @@ class MixtureIterator(grain.DatasetIterator):
         raise StopIteration
 
     def _advance(self, source: int, tokens: int) -> None:
+        self._tokens += tokens
         if len(self._names) == 1:
             return
-        running = sum(w for w, e in zip(self._weights, self._ended, strict=True) if not e)
-        for i, ended in enumerate(self._ended):
-            if not ended:
-                self._behind[i] += tokens * self._weights[i] / running
+        self._set_shares()
+        for i, share in enumerate(self._shares):
+            self._behind[i] += tokens * share
         self._behind[source] -= tokens
+
+    def _set_shares(self) -> None:
+        """The shares at this place of the run among the sources that have not ended."""
+        weights = self._weights.at(self._tokens)
+        open_ = [0.0 if ended else w for w, ended in zip(weights, self._ended, strict=True)]
+        total = sum(open_)
+        # Only sources without weight are left: they share alike.
+        alike = 1 / max(self._ended.count(False), 1)
+        self._shares = [
+            w / total if total else alike * (not ended)
+            for w, ended in zip(open_, self._ended, strict=True)
+        ]
 
     def _count_skipped(self, source: int) -> None:
         self._skipped_in_a_row[source] += 1
@@ -118,9 +180,11 @@ class MixtureIterator(grain.DatasetIterator):
         self._ended[source] = True
         self._parent_states[source] = self._streams[source].get_state()
         self._behind[source] = 0.0
+        self._set_shares()
 
     def get_state(self) -> dict[str, Any]:
         return {
+            "tokens": self._tokens,
             "sources": {
                 name: {
                     "state": self._parent_states[i],
@@ -129,10 +193,11 @@ class MixtureIterator(grain.DatasetIterator):
                     "counts": self._counts[i],
                 }
                 for i, name in enumerate(self._names)
-            }
+            },
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
+        self._tokens = int(state["tokens"])
         for i, name in enumerate(self._names):
             saved = state["sources"][name]
             self._streams[i].set_state(saved["state"])
@@ -140,3 +205,4 @@ class MixtureIterator(grain.DatasetIterator):
             self._behind[i] = float(saved["behind"])
             self._ended[i] = bool(saved["ended"])
             self._counts[i] = dict(saved["counts"])
+        self._set_shares()

@@ -5,7 +5,7 @@ Legend: B rows of a batch · S tokens of a row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import grain
@@ -61,6 +61,14 @@ def batch_of(rows: Mapping[str, np.ndarray]) -> Batch:
         "segment_ids": segment_ids_BS.astype(np.int32),
         "positions": rows["example_positions"].astype(np.int32),
     }
+
+
+def stacked(rows: Sequence[Mapping[str, np.ndarray] | None]) -> Batch:
+    """A batch from packed rows; None is a row of padding. At least one must not be."""
+    like = next(row for row in rows if row is not None)
+    empty = {k: np.zeros_like(v) for k, v in like.items()}
+    filled = [empty if row is None else row for row in rows]
+    return batch_of({k: np.stack([row[k] for row in filled]) for k in like})
 
 
 def padding(batch_size: int, seq_len: int) -> Batch:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,15 +13,17 @@ import grain
 import numpy as np
 from grain.experimental import ThreadPrefetchIterDataset
 
-from data.config import DataConfig, SourceConfig
-from data.documents import Encoder
-from data.mixture import Mixture
-from data.packing import Batch, batch_of, pack, padding
-from data.sources import Split, open_source
-from data.streams import DocumentStream
-from laneformer_jax import settings
+from data.config import DataConfig
+from data.decontaminate import Benchmarks
+from data.documents import Encoder, texts_of
+from data.mixture import Mixture, Weights
+from data.packing import Batch, pack, padding, stacked
+from data.sources import Split
+from data.sources.opening import open_source
+from data.state import check_fingerprint, fingerprint
+from data.streams import DocumentStream, hub_stream, streamed_texts
 from laneformer_jax.chat import ChatTemplate
-from laneformer_jax.errors import UserError, nearest
+from laneformer_jax.errors import UserError
 from laneformer_jax.tokenizer import Tokenizer
 
 
@@ -65,7 +66,7 @@ def build_dataset(
     """
     if not config.sources:
         raise UserError("data.sources: no source is given; name at least one")
-    opened = _open(config, tokenizer, "train", seq_len if config.packing == "best_fit" else None)
+    opened = open_encoders(config, tokenizer, "train", seq_len)
     plan = _Plan(
         config=config,
         encoders=opened,
@@ -75,7 +76,7 @@ def build_dataset(
         process_index=process_index,
         process_count=process_count,
         num_shards=config.num_shards or process_count,
-        fingerprint=_fingerprint(config, opened, tokenizer, seq_len, batch_size, seed),
+        fingerprint=fingerprint(config, opened, tokenizer, seq_len, batch_size, seed),
     )
     plan.check()
     dataset: grain.IterDataset = _Batches(plan)
@@ -84,71 +85,19 @@ def build_dataset(
     return dataset
 
 
-def build_eval_dataset(
-    config: DataConfig,
-    tokenizer: Tokenizer,
-    *,
-    seq_len: int,
-    batch_size: int,
-    sources: Sequence[str] | None = None,
-    max_batches: int | None = None,
-    process_index: int = 0,
-    process_count: int = 1,
-) -> grain.IterDataset:
-    """The held-out documents, once, in a fixed order; the last batch is filled with padding.
-
-    Every process gets the same number of batches, whatever the number of documents: each reads all
-    of them and keeps its rows, so the global batches do not depend on the number of processes.
-
-    Args:
-        config: its sources with `heldout` above 0 are read.
-        tokenizer, seq_len, batch_size, process_index, process_count: as in `build_dataset`.
-        sources: names of the sources to read; None for all that hold documents out.
-        max_batches: stop after so many.
-
-    Raises:
-        UserError: no source holds documents out, or a name is unknown.
-    """
-    for name in sources or ():
-        if name not in config.sources:
-            raise UserError(
-                f"eval source {name!r}: not in the mixture{nearest(name, config.sources)}"
-            )
-    chosen = {
-        name: source
-        for name, source in config.sources.items()
-        if source.heldout > 0 and (sources is None or name in sources)
-    }
-    if not chosen:
-        raise UserError(
-            "evaluation: no source holds documents out; give one a `heldout`, such as 0.02"
-        )
-    _check_divides("batch_size", batch_size, "processes", process_count)
-    chosen_config = settings.from_dict(
-        DataConfig, {**settings.to_dict(config), "sources": settings.to_dict(chosen)}
-    )
-    limit = seq_len if config.packing == "best_fit" else None
-    encoders = _open(chosen_config, tokenizer, "heldout", limit)
-    documents = grain.MapDataset.concatenate(
-        [grain.MapDataset.range(len(e.source)).map(e) for e in encoders]
-    )
-    stream = Mixture(
-        [DocumentStream(documents, num_workers=0, num_threads=config.read_threads)],
-        ["evaluation"],
-        [1.0],
-        [len(documents)],
-    )
-    rows = pack(stream, seq_len, config.packing, config.packing_bins, seed=0)
-    return _EvalBatches(rows, seq_len, batch_size, process_index, process_count, max_batches)
-
-
 def training_texts(config: DataConfig) -> Iterator[str]:
     """Every text of the training documents, for training a tokenizer; held-out ones are left out.
 
-    Bad documents of a source that skips them are left out too; others raise UserError.
+    Streams are read once to their end. Bad documents of a source that skips them are left out too;
+    others raise UserError.
     """
     for name, source_config in config.sources.items():
-        source = open_source(name, source_config, "train")
+        if source_config.kind == "tokenized":
+            raise UserError(f"source {name!r}: holds token ids, no text to train a tokenizer on")
+        if source_config.streaming:
+            yield from streamed_texts(name, source_config)
+            continue
+        source = open_source(name, source_config, "train", config.deduplicate, config.cache_dir)
         for index in range(len(source)):
             try:
                 record = source[index]
@@ -156,89 +105,34 @@ def training_texts(config: DataConfig) -> Iterator[str]:
                 if source_config.skips_errors:
                     continue
                 raise UserError(f"source {name!r}: {error}") from None
-            yield from _texts(record, source_config)
+            yield from texts_of(record, source_config)
 
 
-def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One state from those that the processes of a run got at the same step.
-
-    The result restores any process of a run with the same number of shards, or with a number of
-    processes that divides it.
-    """
-    merged = dict(states[0])
-    merged["shards"] = {k: v for state in states for k, v in state["shards"].items()}
-    return merged
-
-
-def counts(state: Mapping[str, Any]) -> dict[str, dict[str, int]]:
-    """Per source, what an iterator with this state has read: `documents`, `tokens`, `bytes`,
-    `truncated`, and `skipped_<reason>` for each reason that occurred."""
-    total: dict[str, dict[str, int]] = {}
-    for shard in state["shards"].values():
-        for name, source in _mixture_state(shard)["sources"].items():
-            into = total.setdefault(name, {})
-            for key, value in source["counts"].items():
-                into[key] = into.get(key, 0) + value
-    return total
-
-
-def _mixture_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    while "sources" not in state:
-        state = state.get("parent_state") or state["parent"]
-    return state
-
-
-def _texts(record: Mapping[str, Any], config: SourceConfig) -> Iterator[str]:
-    if config.row_format == "messages":
-        values = [m.get("content") for m in record.get(config.messages_field) or ()]
-    elif config.row_format == "prompt_response":
-        values = [record.get(config.prompt_field), record.get(config.response_field)]
-    else:
-        values = [record.get(config.text_field)]
-    yield from (v for v in values if isinstance(v, str) and v)
-
-
-def _open(
-    config: DataConfig, tokenizer: Tokenizer, split: Split, max_length: int | None
+def open_encoders(
+    config: DataConfig, tokenizer: Tokenizer, split: Split, seq_len: int | None
 ) -> list[Encoder]:
+    """The sources of a mixture, opened; `seq_len` None for documents of any length.
+
+    Raises:
+        UserError: a source cannot be opened, or was tokenised with another tokenizer.
+    """
     template = ChatTemplate.load(config.chat_template) if config.chat_template else ChatTemplate()
-    return [
-        Encoder(name, open_source(name, source, split), source, tokenizer, template, max_length)
-        for name, source in config.sources.items()
-    ]
+    benchmarks = Benchmarks.load() if config.decontaminate else None
+    longest = seq_len if config.packing == "best_fit" else None
+    encoders = []
+    for name, source in config.sources.items():
+        opened = None
+        if not source.streaming:
+            opened = open_source(name, source, split, config.deduplicate, config.cache_dir)
+            opened.check_tokenizer(tokenizer.sha256, name)
+        encoders.append(Encoder(name, opened, source, tokenizer, template, benchmarks, longest))
+    return encoders
 
 
-def _check_divides(what: str, value: int, of: str, by: int) -> None:
+def check_divides(what: str, value: int, of: str, by: int) -> None:
+    """Raises UserError unless `by` divides `value`."""
     if value % by:
         raise UserError(f"{what} = {value}: must be a multiple of the number of {of}, {by}")
-
-
-def _fingerprint(
-    config: DataConfig,
-    encoders: Sequence[Encoder],
-    tokenizer: Tokenizer,
-    seq_len: int,
-    batch_size: int,
-    seed: int,
-) -> dict[str, Any]:
-    """What decides which batches come, by the names a person would look for."""
-    out: dict[str, Any] = {
-        "tokenizer": tokenizer.sha256[:16],
-        "seed": seed,
-        "seq_len": seq_len,
-        "batch_size": batch_size,
-        "packing": config.packing,
-        "packing_bins": config.packing_bins if config.packing == "best_fit" else None,
-        "chat_template": _digest(encoders[0].template.source),
-    }
-    for e in encoders:
-        out[f"sources.{e.name}"] = _digest(settings.to_dict(e.config))
-        out[f"documents of source {e.name}"] = len(e.source)
-    return out
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def _source_seed(seed: int, name: str) -> int:
@@ -260,8 +154,8 @@ class _Plan:
     fingerprint: dict[str, Any]
 
     def check(self) -> None:
-        _check_divides("num_shards", self.num_shards, "processes", self.process_count)
-        _check_divides("batch_size", self.batch_size, "shards", self.num_shards)
+        check_divides("num_shards", self.num_shards, "processes", self.process_count)
+        check_divides("batch_size", self.batch_size, "shards", self.num_shards)
 
     def shards(self) -> range:
         """The shards of this process."""
@@ -270,23 +164,32 @@ class _Plan:
 
     def rows(self, shard: int) -> grain.IterDataset:
         """The packed rows of one shard."""
-        workers = _workers(self.config.num_workers, [e.config.weight for e in self.encoders])
-        streams = []
-        for encoder, n in zip(self.encoders, workers, strict=True):
-            order = grain.MapDataset.range(len(encoder.source))
-            order = order.seed(_source_seed(self.seed, encoder.name)).shuffle()
-            # Repeated, then dealt: shards stay within one document of the same epoch, and a
-            # source with fewer documents than shards still reaches all of them.
-            order = order.repeat(encoder.config.epochs)[shard :: self.num_shards]
-            streams.append(DocumentStream(order.map(encoder), n, self.config.read_threads))
-        mixture = Mixture(
-            streams,
-            [e.name for e in self.encoders],
-            [e.config.weight for e in self.encoders],
-            [len(e.source) for e in self.encoders],
-        )
         config = self.config
+        names = [e.name for e in self.encoders]
+        own = [e.config.weight for e in self.encoders]
+        workers = _workers(config.num_workers, own)
+        streams = [
+            self._documents(encoder, shard, n)
+            for encoder, n in zip(self.encoders, workers, strict=True)
+        ]
+        weights = (
+            Weights.scheduled(config.schedule, names, self.num_shards)
+            if config.schedule
+            else Weights.constant(own)
+        )
+        mixture = Mixture(streams, names, weights, [e.size for e in self.encoders])
         return pack(mixture, self.seq_len, config.packing, config.packing_bins, self.seed + shard)
+
+    def _documents(self, encoder: Encoder, shard: int, workers: int) -> grain.IterDataset:
+        seed = _source_seed(self.seed, encoder.name)
+        if encoder.size is None:
+            deduplicate = self.config.deduplicate
+            return hub_stream(encoder, "train", deduplicate, seed, shard, self.num_shards)
+        order = grain.MapDataset.range(encoder.size).seed(seed).shuffle()
+        # Repeated, then dealt: shards stay within one document of the same epoch, and a source
+        # with fewer documents than shards still reaches all of them.
+        order = order.repeat(encoder.config.epochs)[shard :: self.num_shards]
+        return DocumentStream(order.map(encoder), workers, self.config.read_threads)
 
 
 def _workers(total: int, weights: Sequence[float]) -> list[int]:
@@ -327,7 +230,7 @@ class _BatchIterator(grain.DatasetIterator):
             if plan.process_count == 1:
                 raise StopIteration
             return padding(len(rows), plan.seq_len)
-        return _stacked(rows)
+        return stacked(rows)
 
     def get_state(self) -> dict[str, Any]:
         return {
@@ -337,7 +240,7 @@ class _BatchIterator(grain.DatasetIterator):
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        _check_fingerprint(state["fingerprint"], self._plan.fingerprint)
+        check_fingerprint(state["fingerprint"], self._plan.fingerprint)
         saved = int(state["num_shards"])
         if saved != self._plan.num_shards:
             if self._plan.config.num_shards is not None or saved % self._plan.process_count:
@@ -372,69 +275,6 @@ def _replaced(plan: _Plan, num_shards: int) -> _Plan:
     new = dataclasses.replace(plan, num_shards=num_shards)
     new.check()
     return new
-
-
-def _check_fingerprint(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    changed = [k for k in {**saved, **now} if saved.get(k) != now.get(k)]
-    if changed:
-        told = "; ".join(f"{k}: {saved.get(k)} then, {now.get(k)} now" for k in changed)
-        raise UserError(
-            f"data state: belongs to other data ({told}); restore the settings of that run, or"
-            " start the data afresh from the checkpoint's parameters"
-        )
-
-
-def _stacked(rows: Sequence[Mapping[str, np.ndarray] | None]) -> Batch:
-    """Rows to a batch; None becomes a row of padding."""
-    like = next(row for row in rows if row is not None)
-    empty = {k: np.zeros_like(v) for k, v in like.items()}
-    filled = [empty if row is None else row for row in rows]
-    return batch_of({k: np.stack([row[k] for row in filled]) for k in like})
-
-
-class _EvalBatches(grain.IterDataset):
-    def __init__(
-        self,
-        rows: grain.IterDataset,
-        seq_len: int,
-        batch_size: int,
-        process_index: int,
-        process_count: int,
-        max_batches: int | None,
-    ):
-        super().__init__(rows)
-        self.batch_size, self.max_batches = batch_size, max_batches
-        mine = batch_size // process_count
-        self.rows = slice(process_index * mine, (process_index + 1) * mine)
-        self.seq_len = seq_len
-
-    def __iter__(self) -> grain.DatasetIterator:
-        return _EvalIterator(iter(self._parent), self)
-
-
-class _EvalIterator(grain.DatasetIterator):
-    def __init__(self, parent: grain.DatasetIterator, dataset: _EvalBatches):
-        super().__init__(parent)
-        self._dataset, self._given = dataset, 0
-
-    def __next__(self) -> Batch:
-        if self._given == self._dataset.max_batches:
-            raise StopIteration
-        rows = [next(self._parent, None) for _ in range(self._dataset.batch_size)]
-        if rows[0] is None:
-            raise StopIteration
-        self._given += 1
-        mine = rows[self._dataset.rows]
-        if all(row is None for row in mine):
-            return padding(len(mine), self._dataset.seq_len)
-        return _stacked(mine)
-
-    def get_state(self) -> dict[str, Any]:
-        return {"rows": self._parent.get_state(), "given": self._given}
-
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        self._parent.set_state(state["rows"])
-        self._given = int(state["given"])
 
 
 @contextlib.contextmanager

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from data.config import SourceConfig
 from laneformer_jax.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Record = dict[str, Any]
 Split = Literal["train", "heldout", "all"]
@@ -31,50 +32,8 @@ class Source(Protocol):
     def where(self, index: int) -> str:
         """File and row, for errors."""
 
+    def name_hashes(self) -> np.ndarray:
+        """uint64 [len]: of each document's name, which decides whether it is held out."""
 
-def is_heldout(name: str, fraction: float) -> bool:
-    """Whether the document called `name` belongs to the held-out `fraction`.
-
-    Depends on nothing but its arguments, and a larger fraction holds a smaller one.
-    """
-    digest = hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest()
-    return int.from_bytes(digest, "big") < fraction * 2**64
-
-
-def in_split(name: str, fraction: float, split: Split) -> bool:
-    """Whether the document called `name` is in `split`."""
-    return split == "all" or is_heldout(name, fraction) == (split == "heldout")
-
-
-def open_source(name: str, config: SourceConfig, split: Split = "train") -> Source:
-    """The source that `config` describes.
-
-    Args:
-        name: its name in the mixture, for errors.
-        config: what to open.
-        split: `train` without the held-out documents, `heldout` only those, or `all`.
-
-    Raises:
-        UserError: nothing to read, or the split is empty.
-    """
-    source: Source
-    if config.kind == "text":
-        from data.sources.files import TextFiles
-
-        source = TextFiles.find(name, config, split)
-    elif config.kind == "jsonl":
-        from data.sources.jsonl import JsonLines
-
-        source = JsonLines.find(name, config, split)
-    elif config.kind == "stdlib":
-        from data.sources.stdlib import stdlib_files
-
-        source = stdlib_files(config, split)
-    else:
-        from data.sources.stdlib import StdlibPairs
-
-        source = StdlibPairs.cut(config, split)
-    if not len(source):
-        share = f" (heldout = {config.heldout})" if split == "heldout" else ""
-        raise UserError(f"source {name!r}: holds no documents in split {split!r}{share}")
-    return source
+    def revision(self) -> dict[str, Any]:
+        """What tells whether the source is still the same: paths, sizes, times, fingerprints."""

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import fnmatch
 import glob
+import hashlib
 import os
 from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import numpy as np
 
 from data.config import SourceConfig
-from data.sources import BadDocument, Record, Split, in_split
+from data.sources import BadDocument, Record
 from laneformer_jax.errors import UserError
 
 _SKIPPED_FOLDERS = frozenset({".git", ".hg", ".svn", "__pycache__", "node_modules", ".venv"})
@@ -26,13 +30,13 @@ class TextFiles:
         self._roots, self._files = list(roots), list(files)
 
     @classmethod
-    def find(cls, name: str, config: SourceConfig, split: Split) -> TextFiles:
+    def find(cls, name: str, config: SourceConfig) -> TextFiles:
         """List what `config` names. Raises UserError when a path matches nothing."""
         roots, files = [], []
         for given in config.paths:
             for root, names in expand(name, given, config.pattern):
                 roots.append(root)
-                files += [(len(roots) - 1, n) for n in names if in_split(n, config.heldout, split)]
+                files += [(len(roots) - 1, n) for n in names]
         return cls(roots, files)
 
     def __len__(self) -> int:
@@ -51,6 +55,36 @@ class TextFiles:
             raise BadDocument(path, "unreadable", f"cannot be read: {error.strerror}") from None
         return {"text": utf8(data, path)}
 
+    def name_hashes(self) -> np.ndarray:
+        from data.sources.opening import hash_names
+
+        return hash_names([name for _, name in self._files])
+
+    def revision(self) -> dict[str, Any]:
+        names = "\n".join(name for _, name in self._files)
+        return {
+            "roots": self._roots,
+            "files": len(self._files),
+            "names": hashlib.sha256(names.encode("utf-8", "surrogateescape")).hexdigest(),
+        }
+
+    def first_of_each(self, indices: np.ndarray) -> np.ndarray:
+        """`indices` without files that repeat an earlier one; only those of one size are read."""
+        sizes = np.asarray([os.stat(self.where(i)).st_size for i in indices], np.int64)
+        unique, counts = np.unique(sizes, return_counts=True)
+        alike = np.isin(sizes, unique[counts > 1])
+        seen: set[bytes] = set()
+        keep = np.ones(len(indices), bool)
+        for place in np.flatnonzero(alike):
+            try:
+                with open(self.where(int(indices[place])), "rb") as file:
+                    digest = hashlib.blake2b(file.read(), digest_size=16).digest()
+            except OSError:
+                continue  # told when it is read
+            keep[place] = digest not in seen
+            seen.add(digest)
+        return indices[keep]
+
 
 def utf8(data: bytes, where: str) -> str:
     """`data` as text with its newlines as they are; raises BadDocument when it is not UTF-8."""
@@ -58,6 +92,11 @@ def utf8(data: bytes, where: str) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise BadDocument(where, "undecodable", f"byte {error.start}: not UTF-8 text") from None
+
+
+def file_revision(files: Sequence[str]) -> list[list[Any]]:
+    """Path, size and time of change of every file."""
+    return [[f, (stat := os.stat(f)).st_size, stat.st_mtime_ns] for f in files]
 
 
 def expand(source: str, path: str, pattern: str = "*") -> list[tuple[str, list[str]]]:

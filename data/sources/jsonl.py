@@ -2,71 +2,77 @@
 
 from __future__ import annotations
 
-import functools
 import gzip
-import io
+import hashlib
 import json
 import os
+import shutil
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from data.config import SourceConfig
-from data.sources import BadDocument, Record, Split, in_split
-from data.sources.files import expand, utf8
+from data.sources import BadDocument, Record
+from data.sources.files import expand, file_revision, utf8
 from laneformer_jax.errors import UserError
+from laneformer_jax.files import atomic_file
 
 _BLOCK = 16 << 20
+_INDEX_KEPT_FROM = 256 << 20  # bytes: smaller files are indexed again each time
 
 
 class JsonLines:
     """Rows of one or more files, in the order of the files' paths and of their lines.
 
-    A plain file is read row by row through an index of its line starts. A compressed one is
-    unpacked into memory when it is first read.
+    Rows are read through an index of line starts. A compressed file is unpacked once into the
+    cache, so that reading it does not hold it in memory.
 
     Args:
-        files: paths.
+        files: paths of plain files.
+        names: what errors call them, and held-out hashes are taken of.
         starts: per file, int64 [rows+1]: where each row starts, and the end of the last.
-        rows: int64 [documents, 2]: file and row of each document.
     """
 
-    def __init__(self, files: Sequence[str], starts: Sequence[np.ndarray], rows: np.ndarray):
-        self._files, self._starts, self._rows = list(files), list(starts), rows
+    def __init__(self, files: Sequence[str], names: Sequence[str], starts: Sequence[np.ndarray]):
+        self._files, self._names, self._starts = list(files), list(names), list(starts)
+        # Empty lines are no documents: a row has more than a line end.
+        self._rows = [np.flatnonzero(np.diff(s) > len("\r\n")) for s in self._starts]
+        self._ends = np.cumsum([len(rows) for rows in self._rows])
 
     @classmethod
-    def find(cls, name: str, config: SourceConfig, split: Split) -> JsonLines:
-        """Index what `config` names; empty lines are no documents."""
+    def find(cls, name: str, config: SourceConfig, cache: str) -> JsonLines:
+        """Index what `config` names; `cache` is a folder for indexes and unpacked files."""
         found = [pair for path in config.paths for pair in expand(name, path, config.pattern)]
-        files: list[str] = []
-        starts: list[np.ndarray] = []
-        rows: list[np.ndarray] = []
-        for root, names in found:
-            for below in names:
-                path = os.path.join(root, below)
-                index = _line_starts(path)
-                kept = np.flatnonzero(np.diff(index) > len("\r\n"))
-                if config.heldout or split == "heldout":
-                    chosen = [in_split(f"{below}:{r}", config.heldout, split) for r in kept]
-                    kept = kept[np.asarray(chosen, bool)]
-                rows.append(np.stack([np.full_like(kept, len(files)), kept], axis=1))
-                files.append(path)
-                starts.append(index)
-        return cls(files, starts, np.concatenate(rows))
+        files, names, starts = [], [], []
+        for root, below in found:
+            for relative in below:
+                path = os.path.join(root, relative)
+                plain = _unpacked(path, cache) if path.endswith((".gz", ".zst")) else path
+                files.append(plain)
+                names.append(path)
+                starts.append(_line_starts(plain, cache))
+        return cls(files, names, starts)
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """File and line of a document."""
+        file = int(np.searchsorted(self._ends, index, side="right"))
+        return file, int(self._rows[file][index - (self._ends[file - 1] if file else 0)])
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return int(self._ends[-1])
 
     def where(self, index: int) -> str:
-        file, row = self._rows[index]
-        return f"{self._files[file]}:{row + 1}"
+        file, row = self._place(index)
+        return f"{self._names[file]}:{row + 1}"
 
     def __getitem__(self, index: int) -> Record:
-        file, row = self._rows[index]
-        start, end = self._starts[file][row : row + 2]
-        where = self.where(index)
-        text = utf8(_read(self._files[file], int(start), int(end)), where)
+        file, row = self._place(index)
+        start, end = map(int, self._starts[file][row : row + 2])
+        where = f"{self._names[file]}:{row + 1}"
+        with open(self._files[file], "rb", buffering=0) as lines:
+            text = utf8(os.pread(lines.fileno(), end - start, start), where)
         try:
             record = json.loads(text)
         except json.JSONDecodeError as error:
@@ -75,46 +81,85 @@ class JsonLines:
             raise BadDocument(where, "malformed", f"must be an object, not {_type(record)}")
         return record
 
+    def name_hashes(self) -> np.ndarray:
+        from data.sources.opening import hash_rows
 
-def _line_starts(path: str) -> np.ndarray:
-    """int64 [rows+1]: the offset of every line, then the end of the file."""
+        parts = [
+            hash_rows(os.path.basename(name), rows)
+            for name, rows in zip(self._names, self._rows, strict=True)
+        ]
+        return np.concatenate(parts)
+
+    def revision(self) -> dict[str, Any]:
+        return {"files": file_revision(self._names)}
+
+
+def _line_starts(path: str, cache: str) -> np.ndarray:
+    """int64 [rows+1]: the offset of every line, then the end of the file; kept for large files."""
+    if os.path.getsize(path) < _INDEX_KEPT_FROM:
+        return _scan(path)
+    kept = _cache_path(path, cache, ".lines.npy")
+    if not os.path.isfile(kept):
+        starts = _scan(path)
+        with atomic_file(kept, "wb") as file:
+            np.save(file, starts)
+    return np.load(kept, mmap_mode="r")
+
+
+def _scan(path: str) -> np.ndarray:
     starts, position, at_start = [], 0, True
-    try:
-        with _open(path) as file:
-            while block := file.read(_BLOCK):
-                ends = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + position + 1
-                if at_start:
-                    starts.append(np.asarray([position], np.int64))
-                at_start = len(ends) > 0 and ends[-1] == position + len(block)
-                starts.append(ends[:-1] if at_start else ends)
-                position += len(block)
-    except (OSError, EOFError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from None
+    with open(path, "rb", buffering=0) as file:
+        while block := file.read(_BLOCK):
+            ends = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + position + 1
+            if at_start:
+                starts.append(np.asarray([position], np.int64))
+            at_start = len(ends) > 0 and ends[-1] == position + len(block)
+            starts.append(ends[:-1] if at_start else ends)
+            position += len(block)
     return np.concatenate([*starts, np.asarray([position], np.int64)]).astype(np.int64)
 
 
-def _open(path: str) -> Any:
+def _unpacked(path: str, cache: str) -> str:
+    """The path of `path` without its compression."""
+    plain = _cache_path(path, cache, ".jsonl")
+    if not os.path.isfile(plain):
+        try:
+            with _decompressed(path) as packed, atomic_file(plain, "wb") as file:
+                shutil.copyfileobj(packed, file, _BLOCK)
+        except (OSError, EOFError, ValueError, zlib.error) as error:
+            raise UserError(f"{path}: cannot be unpacked: {error}") from None
+    return plain
+
+
+def _decompressed(path: str) -> Any:
     if path.endswith(".gz"):
         return gzip.open(path, "rb")
-    if path.endswith(".zst"):
-        import zstandard
+    import zstandard
 
-        return io.BufferedReader(zstandard.open(path, "rb"))
-    return open(path, "rb")
+    class _Reader:
+        """A stream whose errors are ordinary ones, also at a cut-off end."""
+
+        def __init__(self, file: Any):
+            self._file, self._stream = file, zstandard.ZstdDecompressor().stream_reader(file)
+
+        def read(self, size: int) -> bytes:
+            try:
+                return bytes(self._stream.read(size))
+            except zstandard.ZstdError as error:
+                raise ValueError(str(error)) from None
+
+        def __enter__(self) -> _Reader:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self._file.close()
+
+    return _Reader(open(path, "rb"))
 
 
-def _read(path: str, start: int, end: int) -> bytes:
-    if path.endswith((".gz", ".zst")):
-        return _unpacked(path)[start:end]
-    with open(path, "rb") as file:
-        return os.pread(file.fileno(), end - start, start)
-
-
-@functools.lru_cache(maxsize=16)
-def _unpacked(path: str) -> bytes:
-    with _open(path) as file:
-        data: bytes = file.read()
-        return data
+def _cache_path(path: str, cache: str, ending: str) -> str:
+    key = hashlib.sha256(json.dumps(file_revision([os.path.abspath(path)])).encode()).hexdigest()
+    return os.path.join(cache, "jsonl", key[:32] + ending)
 
 
 def _type(value: Any) -> str:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import ast
 import functools
 import os
+import sys
 import sysconfig
 import textwrap
 import warnings
 from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
 
 from data.config import SourceConfig
-from data.sources import Record, Split, in_split
+from data.sources import Record
 from data.sources.files import TextFiles, walk
 from laneformer_jax.errors import UserError
 
@@ -20,50 +24,55 @@ _TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
 _MIN_DOCSTRING, _MAX_FUNCTION = 20, 4000  # characters
 
 
-def stdlib_files(config: SourceConfig, split: Split) -> TextFiles:
+def stdlib_files(config: SourceConfig) -> TextFiles:
     """The library's `.py` files, by path below its folder."""
     root = sysconfig.get_paths()["stdlib"]
-    names = _names(root, config.include_tests)
-    return TextFiles([root], [(0, n) for n in names if in_split(n, config.heldout, split)])
+    return TextFiles([root], [(0, n) for n in _names(root, config.include_tests)])
 
 
 class StdlibPairs:
     """Functions of the library: `prompt` asks for one by signature and docstring, `response` is it.
 
-    A pair belongs to the same split as the file it was cut from. `text` is both, as a comment and
-    code, for pretraining on documented code.
+    A pair is held out with the file it was cut from. `text` is both, as a comment and code, for
+    pretraining on documented code.
+
+    Args:
+        pairs: file, line, prompt and response of each.
     """
 
-    def __init__(self, pairs: list[tuple[str, str, str]]):
+    def __init__(self, pairs: list[tuple[str, int, str, str]]):
         self._pairs = pairs
 
     @classmethod
-    def cut(cls, config: SourceConfig, split: Split) -> StdlibPairs:
-        """Cut the pairs of the files that are in `split`."""
+    def cut(cls, config: SourceConfig) -> StdlibPairs:
+        """Cut the pairs of every file."""
         root = sysconfig.get_paths()["stdlib"]
-        return cls(
-            [
-                pair
-                for name in _names(root, config.include_tests)
-                if in_split(name, config.heldout, split)
-                for pair in _pairs(root, name)
-            ]
-        )
+        names = _names(root, config.include_tests)
+        return cls([pair for name in names for pair in _pairs(root, name)])
 
     def __len__(self) -> int:
         return len(self._pairs)
 
     def where(self, index: int) -> str:
-        return self._pairs[index][0]
+        name, line, _, _ = self._pairs[index]
+        return f"{name}:{line}"
 
     def __getitem__(self, index: int) -> Record:
-        _, prompt, response = self._pairs[index]
+        _, _, prompt, response = self._pairs[index]
         return {
             "prompt": prompt,
             "response": response,
             "text": "".join(f"# {line}".rstrip() + "\n" for line in prompt.split("\n"))
             + f"{response}\n",
         }
+
+    def name_hashes(self) -> np.ndarray:
+        from data.sources.opening import hash_names
+
+        return hash_names([name for name, _, _, _ in self._pairs])
+
+    def revision(self) -> dict[str, Any]:
+        return {"python": sys.version, "pairs": len(self._pairs)}
 
 
 @functools.lru_cache(maxsize=4)
@@ -87,7 +96,7 @@ def _functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @functools.lru_cache(maxsize=8192)
-def _pairs(root: str, name: str) -> tuple[tuple[str, str, str], ...]:
+def _pairs(root: str, name: str) -> tuple[tuple[str, int, str, str], ...]:
     try:
         with open(os.path.join(root, name), encoding="utf-8") as file:
             source = file.read()
@@ -109,5 +118,5 @@ def _pairs(root: str, name: str) -> tuple[tuple[str, str, str], ...]:
             continue
         signature = f"{node.name}({ast.unparse(node.args)})"
         prompt = f"Write a Python function `{signature}`.\n\n{docstring}"
-        pairs.append((f"{name}:{node.lineno}", prompt, function))
+        pairs.append((name, node.lineno, prompt, function))
     return tuple(pairs)

@@ -281,17 +281,26 @@ def test_processes_see_different_rows(mixed, tokenizer):
 
 
 def test_worker_processes_change_nothing(mixed, tokenizer):
-    batches, states = {}, {}
-    for workers in (0, 1, 3):
-        cfg = config(mixed, num_workers=workers)
-        batches[workers], states[workers] = take(build_dataset(cfg, tokenizer, **SIZES), 8)
-    for workers in (1, 3):
-        assert all(map(same, batches[0], batches[workers]))
-        assert states[workers] == states[0]
-    # A run moves between numbers of workers.
-    more, _ = take(build_dataset(config(mixed, num_workers=2), tokenizer, **SIZES), 3, states[0])
-    whole, _ = take(build_dataset(config(mixed), tokenizer, **SIZES), 11)
-    assert all(map(same, more, whole[8:]))
+    cfg = config({"text": mixed["text"]}, num_workers=2)
+    plain, state = take(build_dataset(config({"text": mixed["text"]}), tokenizer, **SIZES), 9)
+    worked, after = take(build_dataset(cfg, tokenizer, **SIZES), 9)
+    assert all(map(same, plain, worked))
+    assert after == state
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+def test_a_mixed_run_moves_between_numbers_of_workers(mixed, tokenizer, packing):
+    def run(workers, n, state=None):
+        cfg = config(mixed, num_workers=workers, packing=packing, prefetch_batches=2)
+        return take(build_dataset(cfg, tokenizer, **SIZES), n, state)
+
+    whole, _ = run(0, 12)
+    seen, state = [], None
+    for workers, n in ((1, 3), (4, 3), (0, 3), (2, 3)):
+        batches, state = run(workers, n, state)
+        seen += batches
+    assert all(map(same, seen, whole))
 
 
 def test_finished_sources_end_every_process_alike(tmp_path, tokenizer):
