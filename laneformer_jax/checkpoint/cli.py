@@ -62,7 +62,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 def run_import(args: argparse.Namespace) -> int:
     from laneformer_jax.checkpoint import convert, dense, hf
 
-    with _told_plainly():
+    with _termination_interrupts():
         folder = hf.find_folder(args.source)
         common: dict[str, Any] = dict(dtype=args.dtype, check=args.verify, name=args.source)
         if dense.is_dense(folder):
@@ -88,7 +88,7 @@ def run_export(args: argparse.Namespace) -> int:
 
     shard_bytes = None if args.shard_size is None else parse_size(args.shard_size)
     export = convert.export_lanes if args.as_ == "lanes" else convert.export_dense
-    with _told_plainly():
+    with _termination_interrupts():
         report = export(
             args.checkpoint,
             args.target,
@@ -110,17 +110,15 @@ def parse_size(text: str) -> int:
 
 
 @contextmanager
-def _told_plainly() -> Iterator[None]:
-    """Every warning is told; a termination signal interrupts, so that nothing is left behind."""
+def _termination_interrupts() -> Iterator[None]:
+    """A termination signal interrupts, so that nothing is left behind."""
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("always", UserWarning)
-            yield
+        yield
     finally:
         signal.signal(signal.SIGTERM, before)
 
