@@ -18,7 +18,7 @@ OnError = Literal["raise", "skip"]
 # Which fields each kind of source reads, beside those that every source has.
 _ROW_FIELDS = ("format", "text_field", "prompt_field", "response_field", "messages_field")
 _FIELDS_OF_KIND: dict[str, tuple[str, ...]] = {
-    "text": ("path", "pattern"),
+    "text": ("path", "pattern", "piece_bytes"),
     "jsonl": ("path", "pattern", *_ROW_FIELDS),
     "parquet": ("path", "pattern", *_ROW_FIELDS),
     "array_record": ("path", "pattern", *_ROW_FIELDS),
@@ -32,7 +32,7 @@ _FIELDS_OF_KIND: dict[str, tuple[str, ...]] = {
         *_ROW_FIELDS,
     ),
     "tokenized": ("path",),
-    "stdlib": ("include_tests",),
+    "stdlib": ("include_tests", "piece_bytes"),
     "stdlib_pairs": ("include_tests", "format"),
 }
 _COMMON = ("kind", "weight", "epochs", "heldout", "on_error")
@@ -50,6 +50,8 @@ class SourceConfig:
             standard library; `stdlib_pairs`: its functions, with their docstrings as instructions.
         path: a file, a folder or a glob, or a list of them; for `hub` the dataset's name.
         pattern: which files of a folder are read, such as `*.py`.
+        piece_bytes: files longer than this are cut at line ends into documents of about this size,
+            which then come in any order; null: every file is one document.
         weight: share of the mixture's tokens, relative to the other sources.
         epochs: passes after which the source is left out; null for no end.
         heldout: part of the documents (0 to 1) kept for evaluation, chosen by a hash of each
@@ -67,6 +69,7 @@ class SourceConfig:
     kind: Kind
     path: str | list[str] | None = None
     pattern: str = "*"
+    piece_bytes: int | None = None
     weight: float = 1.0
     epochs: int | None = None
     heldout: float = 0.0
@@ -90,6 +93,8 @@ class SourceConfig:
             raise ValueError(f"epochs = {self.epochs}: must be at least 1, or null for no end")
         if not 0 <= self.heldout < 1:
             raise ValueError(f"heldout = {self.heldout}: must be at least 0 and below 1")
+        if self.piece_bytes is not None and self.piece_bytes < 1:
+            raise ValueError(f"piece_bytes = {self.piece_bytes}: must be at least 1")
         if self.shuffle_window < 1:
             raise ValueError(f"shuffle_window = {self.shuffle_window}: must be at least 1")
         allowed = (*_COMMON, *_FIELDS_OF_KIND[self.kind])

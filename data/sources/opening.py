@@ -80,7 +80,12 @@ def open_source(
     if not len(indices):
         share = f" (heldout = {config.heldout})" if split == "heldout" else ""
         raise UserError(f"source {name!r}: holds no documents in split {split!r}{share}")
-    return Subset(source, indices, found - len(indices))
+    subset = Subset(source, indices, found - len(indices))
+    if config.piece_bytes is None:
+        return subset
+    from data.sources.pieces import Pieces
+
+    return Pieces(subset, config.piece_bytes)
 
 
 def _open(name: str, config: SourceConfig, cache_dir: str | None) -> Source:
