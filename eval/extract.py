@@ -78,8 +78,8 @@ def _blocks(lines: list[str]) -> Iterator[_Block]:
     while position < len(fences):
         start = fences[position]
         indent = len(lines[start]) - len(lines[start].lstrip())
-        ends = [j for j in range(position + 1, min(position + 1 + 2 * _TRIES, len(fences)))]
-        ends = [j for j in ends if _closes(lines[fences[j]], lines[start])]
+        ahead = range(position + 1, min(position + 1 + 2 * _TRIES, len(fences)))
+        ends = [j for j in ahead if _closes(lines[fences[j]], lines[start])]
         block, next_position = None, position + 1
         # A fence in a docstring closes nothing: the first end at which the block parses is its own.
         for j in ends[:_TRIES]:
@@ -123,9 +123,7 @@ def _salvaged(lines: list[str]) -> _Block | None:
     return _parsed(kept) if kept else None
 
 
-def _piece(
-    lines: list[str], starts: list[int], start: int, position: int
-) -> tuple[list[str], int]:
+def _piece(lines: list[str], starts: list[int], start: int, position: int) -> tuple[list[str], int]:
     """Lines of the statement at `start`, and the index of the next start to look at."""
     for ahead in range(1, _TRIES + 1):
         end = starts[position + ahead] if position + ahead < len(starts) else len(lines)
@@ -146,7 +144,9 @@ def _shortened(piece: list[str]) -> list[str]:
     for i, line in enumerate(piece):
         if line.startswith((" ", "\t")):
             body = True
-        elif line.strip() and i and (body or not piece[0].startswith(("@", "def", "class", "async"))):
+        elif (
+            line.strip() and i and (body or not piece[0].startswith(("@", "def", "class", "async")))
+        ):
             return piece[:i] if _parsed(piece[:i]) is not None else []
     return []
 
@@ -182,9 +182,7 @@ def _bound(tree: ast.Module) -> set[str]:
 
 
 def _loaded(node: ast.AST) -> set[str]:
-    return {
-        n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)
-    }
+    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
 
 
 def _completed(block: _Block, blocks: list[_Block]) -> _Block:

@@ -92,7 +92,7 @@ def perplexity(
         raise UserError(f"stride = {stride}: must be 1 … {context}, the context")
 
     @nnx.jit
-    def losses(model: Any, inputs_BS: jax.Array, targets_BS: jax.Array) -> jax.Array:
+    def losses(model: Any, inputs_BS: Any, targets_BS: Any) -> jax.Array:
         return token_losses(model(inputs_BS), targets_BS)
 
     nll, tokens, size, count = 0.0, 0, 0, 0

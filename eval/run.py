@@ -182,9 +182,7 @@ def _programs(
     return found
 
 
-def _answered(
-    request: Request, family: str, tasks: dict[str, Task], model: Model
-) -> Programs:
+def _answered(request: Request, family: str, tasks: dict[str, Task], model: Model) -> Programs:
     sampling, found = request.sampling, {}
     with records.Journal(request.out / f"answers-{family}.jsonl", ("task_id", "sample")) as journal:
         todo = [
@@ -244,9 +242,7 @@ def _verdicts(
     return verdicts
 
 
-def _by_task(
-    verdicts: list[dict[str, Any]], programs: Programs
-) -> dict[str, list[dict[str, Any]]]:
+def _by_task(verdicts: list[dict[str, Any]], programs: Programs) -> dict[str, list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = {}
     for verdict in verdicts:
         program, answer = programs[verdict["task_id"], verdict["sample"]]
@@ -260,7 +256,10 @@ def _export(out: Path, suites: dict[str, Suite], programs: dict[str, Programs]) 
     for family in {suite.family for suite in suites.values()}:
         records.write(
             out / f"samples-{family}.jsonl",
-            [{"task_id": t, "solution": program} for (t, _), (program, _) in programs[family].items()],
+            [
+                {"task_id": t, "solution": program}
+                for (t, _), (program, _) in programs[family].items()
+            ],
         )
 
 

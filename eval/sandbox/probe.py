@@ -22,9 +22,7 @@ from laneformer_jax.errors import UserError
 _SECONDS = 60.0
 
 
-def open_sandbox(
-    unsafe: bool = False, bubblewrap: bool = True, memory: int = MEMORY
-) -> Sandbox:
+def open_sandbox(unsafe: bool = False, bubblewrap: bool = True, memory: int = MEMORY) -> Sandbox:
     """The strongest isolation that works here, tested.
 
     Args:

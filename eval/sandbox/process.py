@@ -83,7 +83,8 @@ class Process:
             cwd="/",
             start_new_session=True,
         )
-        assert self._child.stdin and self._child.stdout
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
         self._in, self._out = self._child.stdin.fileno(), self._child.stdout.fileno()
         for descriptor in (self._in, self._out):
             os.set_blocking(descriptor, False)

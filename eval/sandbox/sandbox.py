@@ -90,7 +90,7 @@ class Sandbox:
         for path in (*readable_paths(), str(FOLDER / "inside")):
             if path in _DEVICES:
                 continue
-            elif os.path.islink(path):
+            if os.path.islink(path):
                 command += ["--symlink", os.readlink(path), path]
             elif os.path.exists(path):
                 command += ["--ro-bind", path, path]
@@ -98,7 +98,7 @@ class Sandbox:
 
     def without(self, *layers: str) -> Sandbox:
         """The same with layers left out: `bubblewrap`, `landlock`, `seccomp`."""
-        changes: dict[str, None | bool] = {
+        changes: dict[str, bool | None] = {
             name: None if name == "bubblewrap" else False for name in layers
         }
         return replace(self, level="unknown", **changes)  # type: ignore[arg-type]

@@ -15,7 +15,9 @@ from laneformer_jax.errors import UserError
 
 TEST_IDS = range(11, 511)  # MBPP's test split
 
-_SILENT = "the released comparison never asserts; judged by whether something was found, as EvalPlus"
+_SILENT = (
+    "the released comparison never asserts; judged by whether something was found, as EvalPlus"
+)
 _CORRECTIONS = {
     737: (("presence",), _SILENT),
     787: (("presence",), _SILENT),

@@ -10,7 +10,7 @@ from eval.suites.literal import literal
 from eval.suites.types import Reference, Rule, Table
 from laneformer_jax.errors import UserError
 
-_IS_FLOATS = '''
+_IS_FLOATS = """
 def is_floats(x) -> bool:
     # check if it is float; List[float]; Tuple[float]
     if isinstance(x, float):
@@ -20,11 +20,11 @@ def is_floats(x) -> bool:
     if isinstance(x, np.ndarray):
         return x.dtype == np.float64 or x.dtype == np.float32
     return False
-'''
+"""
 # The comparisons the data sets use, and our name for each. One that is not here is refused, so
 # that a new release of a data set cannot be judged by the wrong rule.
 _COMPARISONS = {
-    '''
+    """
 def assertion(out, exp, atol):
     exact_match = out == exp
     if atol == 0 and is_floats(exp):
@@ -33,8 +33,8 @@ def assertion(out, exp, atol):
         assert np.allclose(out, exp, rtol=1e-07, atol=atol)
     else:
         assert exact_match
-''': "equal",
-    '''
+""": "equal",
+    """
 def assertion(out, exp, atol):
     if atol == 0 and is_floats(exp):
         atol = 1e-6
@@ -42,8 +42,8 @@ def assertion(out, exp, atol):
         assert np.allclose(out, exp, rtol=1e-07, atol=atol)
     else:
         assert out == exp, f"out: {out}, exp: {exp}"
-''': "equal",
-    '''
+""": "equal",
+    """
 def assertion(out, exp, atol):
     if atol == 0 and is_floats(exp):
         atol = 1e-6
@@ -53,15 +53,15 @@ def assertion(out, exp, atol):
         assert np.allclose(out, exp, rtol=1e-07, atol=atol)
     else:
         assert out == exp, f"out: {out}, exp: {exp}"
-''': "set",
+""": "set",
     # As released: computes the match and never asserts it.
-    '''
+    """
 def assertion(out, exp, atol):
     if isinstance(out, bool):
         exact_match = out == exp
     else:
         exact_match = exp == (out is not None)
-''': "presence",
+""": "presence",
     # As released, HumanEval/32: the arguments are swapped and the sign is lost.
     "assert _poly(*candidate(*inp), inp) <= 0.0001": "root",
 }
@@ -141,7 +141,11 @@ def _step(
         case ast.Expr(
             value=ast.Call(
                 func=ast.Name(id="assertion"),
-                args=[ast.Call(func=ast.Name(id=function)), want, ast.Constant(value=atol)],
+                args=[
+                    ast.Call(func=ast.Name(id=function)),
+                    want,
+                    ast.Constant(value=int() | float() as atol),
+                ],
             )
         ):
             pass
@@ -155,13 +159,11 @@ def _step(
         return function, name, atol, None
     if not isinstance(want, ast.Call) or not isinstance(want.func, ast.Name):
         raise _unknown(task_id, f"`{ast.unparse(want)[:80]}`")
-    mine = [
+    mine: list[ast.stmt] = [
         n
         for n in body
-        if isinstance(n, ast.Import | ast.ImportFrom)
-        and ast.unparse(n) != "import numpy as np"
-        or isinstance(n, ast.FunctionDef)
-        and n.name not in ("assertion", "is_floats", "check")
+        if (isinstance(n, ast.Import | ast.ImportFrom) and ast.unparse(n) != "import numpy as np")
+        or (isinstance(n, ast.FunctionDef) and n.name not in ("assertion", "is_floats", "check"))
     ]
     source = ast.unparse(ast.Module(body=mine, type_ignores=[]))
     return function, name, atol, Reference(source, want.func.id)

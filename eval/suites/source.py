@@ -99,11 +99,9 @@ def _rows(spec: _Spec, data: Path | None) -> tuple[list[dict[str, Any]], str]:
             if (data / (stem + suffix)).is_file():
                 return _file(data / (stem + suffix)), str(data / (stem + suffix))
     for folder in (data / spec.hub, data):
-        if folder.is_dir() and any(folder.rglob("*.parquet")) or any(folder.rglob("*.jsonl*")):
+        if (folder.is_dir() and any(folder.rglob("*.parquet"))) or any(folder.rglob("*.jsonl*")):
             return _hub(spec, str(folder)), str(folder)
-    raise UserError(
-        f"{data}: holds neither {spec.files[0]}.jsonl(.gz) nor a copy of {spec.hub}"
-    )
+    raise UserError(f"{data}: holds neither {spec.files[0]}.jsonl(.gz) nor a copy of {spec.hub}")
 
 
 def _file(path: Path) -> list[dict[str, Any]]:

@@ -106,6 +106,4 @@ class Suite:
 
     def subset(self, task_ids: list[str]) -> Suite:
         """The same suite with these tasks only."""
-        return Suite(
-            self.name, self.family, self.source, {i: self.tasks[i] for i in task_ids}
-        )
+        return Suite(self.name, self.family, self.source, {i: self.tasks[i] for i in task_ids})

@@ -21,9 +21,7 @@ def mutants(task_id, source, count):
     """`count` different mutants of `source`, or as many as there are."""
     tree = ast.parse(source)
     places = [
-        (index, change)
-        for index, node in enumerate(ast.walk(tree))
-        for change in changes(node)
+        (index, change) for index, node in enumerate(ast.walk(tree)) for change in changes(node)
     ]
     random.Random(task_id).shuffle(places)
     found, seen = [], {ast.unparse(tree)}

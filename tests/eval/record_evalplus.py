@@ -7,7 +7,7 @@ Run where EvalPlus is installed, with its native data and ours:
 
 import json
 import multiprocessing
-import os
+import pathlib
 import sys
 
 from evalplus.data import get_human_eval_plus, get_mbpp_plus
@@ -15,7 +15,7 @@ from evalplus.eval import untrusted_check
 from evalplus.eval._special_oracle import MBPP_OUTPUT_NOT_NONE_TASKS
 from evalplus.gen.util import trusted_exec
 
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 from mutants import mutants
 
 SECONDS = 50.0  # per input, where EvalPlus gives 4: its limit is not what is compared
@@ -30,7 +30,7 @@ def check(dataset, problem, programs):
         expected = trusted_exec(
             code, inputs, entry, output_not_none=entry in MBPP_OUTPUT_NOT_NONE_TASKS
         )
-        for program, verdict in zip(programs, verdicts):
+        for program, verdict in zip(programs, verdicts, strict=True):
             status, _ = untrusted_check(
                 dataset, program, inputs, entry, expected, problem["atol"], [1.0] * len(inputs),
                 fast_check=True, min_time_limit=SECONDS, gt_time_limit_factor=1.0,
@@ -44,7 +44,8 @@ def child(queue, *arguments):
 
 
 def main(out):
-    found = json.load(open(out)) if os.path.exists(out) else {}
+    out = pathlib.Path(out)
+    found = json.loads(out.read_text()) if out.exists() else {}
     for dataset, problems, count in (
         ("humaneval", get_human_eval_plus(), 2),
         ("mbpp", get_mbpp_plus(), 1),
@@ -61,8 +62,8 @@ def main(out):
             worker.start()
             verdicts = queue.get()
             worker.join()
-            found[task_id] = [{"program": p, **v} for p, v in zip(programs, verdicts)]
-            json.dump(found, open(out, "w"), indent=0)
+            found[task_id] = [{"program": p, **v} for p, v in zip(programs, verdicts, strict=True)]
+            out.write_text(json.dumps(found))
             print(task_id, verdicts, flush=True)
 
 

@@ -8,7 +8,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest

@@ -28,7 +28,7 @@ class Scripted(http.server.BaseHTTPRequestHandler):
     """Answers of an OpenAI-compatible server, chosen by task and sample."""
 
     suite = None
-    calls: list = []
+    calls = None
     delay = 0.0
     failures = 0
 
@@ -86,9 +86,7 @@ def request(evaldata, out, **changes):
 
 def test_endpoint_gives_exactly_the_known_score(evaldata, endpoint, tmp_path):
     Scripted.failures = 1  # a busy server is asked again
-    got = evaluate(
-        request(evaldata, tmp_path, endpoint=endpoint, n=2, temperature=0.5, limit=14)
-    )
+    got = evaluate(request(evaldata, tmp_path, endpoint=endpoint, n=2, temperature=0.5, limit=14))
     result = got["suites"]["humaneval+"]
     # Even: 0 2 4 6 8 10 12; multiples of three: 0 3 6 9 12. Both: 0 6 12.
     assert result["kinds"]["pass"] == 12

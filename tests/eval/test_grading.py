@@ -148,7 +148,9 @@ def test_long_results_are_streamed(grade):
     assert grade(tests, "def f(n): return list(range(n))[:-1] + [0]").kind == "wrong answer"
 
 
-SCRIPT = Script("f", "def helper(x): return x", "for i in range(3):\n  assert candidate(helper(i)) == i\n")
+SCRIPT = Script(
+    "f", "def helper(x): return x", "for i in range(3):\n  assert candidate(helper(i)) == i\n"
+)
 
 
 def test_script_calls_the_candidate_from_outside(grade):

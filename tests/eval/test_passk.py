@@ -18,7 +18,9 @@ def test_known_values(n, c, k, expected):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 8).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
+@given(
+    st.integers(1, 8).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n)))
+)
 def test_is_the_share_of_draws_with_a_pass(ncK):
     n, c, k = ncK
     draws = list(itertools.combinations([True] * c + [False] * (n - c), k))

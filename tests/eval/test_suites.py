@@ -97,7 +97,7 @@ def test_parses_inputs_results_and_comparison():
 
 def test_unknown_comparison_is_refused():
     changed = row()["test"].replace("rtol=1e-07", "rtol=1e-02")
-    with pytest.raises(UserError, match="Mbpp/7: the released test has a form .*its comparison"):
+    with pytest.raises(UserError, match=r"Mbpp/7: the released test has a form .*its comparison"):
         plus.parse("Mbpp/7", changed)
 
 
@@ -137,7 +137,9 @@ def test_errors_name_the_right_thing(tmp_path):
         load_suite("mbpp+", tmp_path)
     wrong = tmp_path / "x.jsonl"
     wrong.write_text('{"task_id": 1}\n')
-    with pytest.raises(UserError, match="no column 'code'; mbpp\\+ is read in the schema of evalplus"):
+    with pytest.raises(
+        UserError, match="no column 'code'; mbpp\\+ is read in the schema of evalplus"
+    ):
         load_suite("mbpp+", wrong)
     wrong.write_text("not json\n")
     with pytest.raises(UserError, match="not JSON lines"):

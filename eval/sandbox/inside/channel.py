@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import marshal
 import os
-from typing import Any
+
+TYPE_CHECKING = False  # typing and collections take longer to import than all the rest
+if TYPE_CHECKING:
+    from typing import Any
 
 READY, VALUE, PART, ERROR, CALL = b"R", b"V", b"P", b"E", b"C"
 

@@ -6,7 +6,10 @@ import ctypes
 import os
 import resource
 import struct
-from typing import Any
+
+TYPE_CHECKING = False  # typing and collections take longer to import than all the rest
+if TYPE_CHECKING:
+    from typing import Any
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_KEEPCAPS = 1, 4, 8
 _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 22, 38
@@ -99,9 +102,7 @@ def _ruleset(paths: list[str] | None) -> tuple[int, int]:
         if path == os.devnull:
             rights |= _WRITE_FILE
         rule = struct.pack("=Qi", rights, opened)
-        _check(
-            _libc.syscall(_ADD_RULE, ruleset, 1, ctypes.c_char_p(rule), 0), "landlock_add_rule"
-        )
+        _check(_libc.syscall(_ADD_RULE, ruleset, 1, ctypes.c_char_p(rule), 0), "landlock_add_rule")
         os.close(opened)
     return ruleset, abi
 

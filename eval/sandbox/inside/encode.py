@@ -13,9 +13,12 @@ from __future__ import annotations
 
 import marshal
 import sys
-from collections.abc import Iterator
 from itertools import chain
-from typing import Any
+
+TYPE_CHECKING = False  # typing and collections take longer to import than all the rest
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Any
 
 VERSION = 2
 CHUNK = 20_000  # elements of a long list encoded at a time
@@ -25,7 +28,7 @@ _HEADER = 5  # bytes of a list's or tuple's tag and length
 _SCALARS = (bool, int, float, complex, str, bytes)
 _CONTAINERS = (list, tuple, set, frozenset, dict)
 _EXACT = frozenset((*_SCALARS, *_CONTAINERS, type(None), type(...)))
-_VIEWS = (type({}.keys()), type({}.items()))
+_VIEWS: tuple[type, ...] = (type({}.keys()), type({}.items()))
 
 
 def pieces(value: Any) -> Iterator[bytes]:
@@ -72,14 +75,14 @@ def plain(value: Any, depth: int = 0) -> Any:
             if base is dict:
                 return {plain(k, depth + 1): plain(v, depth + 1) for k, v in dict.items(value)}
             return base([plain(x, depth + 1) for x in base.__iter__(value)])
-    for base, exact in (
+    for scalar, exact in (
         (int, int.__index__),
         (float, float.__float__),
         (complex, complex.__pos__),
         (str, str.__str__),
         (bytes, bytes.__bytes__),
     ):
-        if issubclass(kind, base):
+        if issubclass(kind, scalar):
             return exact(value)
     return _foreign(value, kind, depth)
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import types
-from typing import Any
 
 from .channel import ERROR, PART, VALUE, Channel
 from .encode import pieces
+
+TYPE_CHECKING = False  # typing and collections take longer to import than all the rest
+if TYPE_CHECKING:
+    from typing import Any
 
 MODULE = "candidate"
 FILE = "<program>"
