@@ -19,6 +19,7 @@ from decode import generate
 from laneformer_jax import Laneformer
 
 ATOL = 1e-4
+OTHERS_QUICK = ("l2_d3_lanehead", "l4_d1_vocab_parallel", "l4_unclamped", "l8_d2_noearly")
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
@@ -86,6 +87,20 @@ def test_loss_and_gradients(golden, got):
     assert greatest_error(got[0].grads, want) <= 1e-4
 
 
+@pytest.mark.parametrize(
+    "golden",
+    [
+        pytest.param(COMMITTED, marks=pytest.mark.smoke),
+        *OTHERS_QUICK,
+        *(
+            pytest.param(n, marks=pytest.mark.slow)
+            for n in FLOAT32
+            if n not in (COMMITTED, *OTHERS_QUICK)
+        ),
+    ],
+    indirect=True,
+    scope="module",
+)
 def test_greedy_tokens(golden, model):
     """16 cached steps: two plain prompts, and two of which one is padded on the left."""
     want = golden.want

@@ -100,7 +100,7 @@ HEADS = {
 }
 ALL_SHAPES = [(1, 2), (1, 4), (1, 8), (2, 1), (8, 1), (2, 2), (2, 4), (4, 2)]
 QUICK = [("replicate", shape) for shape in ((1, 2), (1, 4), (1, 8), (2, 4), (4, 2))]
-QUICK += [("vocab_parallel", (2, 4)), ("lane", (2, 4))]
+QUICK += [("vocab_parallel", (2, 4))]
 SLOW = [(h, s) for h in HEADS for s in ALL_SHAPES if (h, s) not in QUICK]
 
 
@@ -213,7 +213,7 @@ COUNTED = {
     "vocab_parallel": {"lm_head_type": "vocab_parallel", "use_early_comm": False},
     "pre_norm_lane_agg": {"pre_norm_lane_agg": True, "replicated_rmsn_scale": False},
 }
-QUICKLY_COUNTED = ("delta1", "delta2", "noearly-delta1", "vocab_parallel")
+QUICKLY_COUNTED = ("delta1", "delta2", "noearly-delta1")
 count_cases = pytest.mark.parametrize(
     "fields",
     [
