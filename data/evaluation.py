@@ -32,6 +32,9 @@ def build_eval_dataset(
 ) -> grain.IterDataset:
     """The held-out documents, once, in a fixed order; the last batch is filled with padding.
 
+    Each source's documents come shuffled, the same way every time, so that the first `max_batches` are a
+    fair sample of many files.
+
     Every process gets the same number of batches, whatever the number of documents: each reads all
     of them and keeps its rows, so the global batches do not depend on the number of processes.
 
@@ -63,7 +66,7 @@ def build_eval_dataset(
     plain = {**settings.to_dict(config), "schedule": [], "sources": settings.to_dict(chosen)}
     encoders = open_encoders(settings.from_dict(DataConfig, plain), tokenizer, "heldout", seq_len)
     stream = Mixture(
-        [Chain([once(e, "heldout", config) for e in encoders])],
+        [Chain([once(e, "heldout", config, shuffled=True) for e in encoders])],
         ["evaluation"],
         Weights.constant([1.0]),
         [None if None in [e.size for e in encoders] else sum(e.size or 0 for e in encoders)],
@@ -72,12 +75,15 @@ def build_eval_dataset(
     return _EvalBatches(rows, seq_len, batch_size, process_index, process_count, max_batches)
 
 
-def once(encoder: Encoder, split: Split, config: DataConfig) -> grain.IterDataset:
-    """Every document of a source, encoded, once and in order."""
+def once(
+    encoder: Encoder, split: Split, config: DataConfig, shuffled: bool = False
+) -> grain.IterDataset:
+    """Every document of a source, encoded, once: in order, or in one fixed shuffled order."""
     if encoder.source is None:
         encoder = dataclasses.replace(encoder, config=dataclasses.replace(encoder.config, epochs=1))
         return hub_stream(encoder, split, config.deduplicate, seed=None)
-    documents = grain.MapDataset.range(len(encoder.source)).map(encoder)
+    order = grain.MapDataset.range(len(encoder.source))
+    documents = (order.seed(0).shuffle() if shuffled else order).map(encoder)
     return DocumentStream(documents, config.num_workers, config.read_threads)
 
 

@@ -48,14 +48,14 @@ PRESETS: dict[str, dict[str, Any]] = {
     ),
     "tiny": dict(
         vocab_size=4096,
-        hidden_size=192,
-        intermediate_size=768,
-        num_hidden_layers=6,
+        hidden_size=128,
+        intermediate_size=512,
+        num_hidden_layers=4,
         num_attention_heads=8,
         num_key_value_heads=8,
         max_position_embeddings=1024,
-        sliding_window=128,
-        swa_layers=tuple(range(4)),
+        sliding_window=64,
+        swa_layers=(0, 1),
     ),
 }
 
