@@ -265,6 +265,7 @@ def _forward(
     out = model.trunk(
         ids_BS, lanes, attention_mask_BS=mask_BS, positions_BS=position_BS, cache=state.cache
     )
+    assert out.cache is not None
     logits_BSV = model.logits(out.x_LBSD[:, :, -1:], lanes)
     if model.config.lm_head_type == "vocab_parallel":
         logits_BSV = lanes.concatenate(logits_BSV)
@@ -284,7 +285,7 @@ def _burst(
 ) -> Any:
     temperature, eos = inputs
 
-    def step(state: State, _: None) -> tuple[State, tuple[jax.Array, jax.Array | None]]:
+    def step(state: State, _: None) -> tuple[State, tuple[jax.Array, jax.Array]]:
         if options.greedy:
             token_B = jnp.argmax(state.logits_BV, axis=-1)
         else:
