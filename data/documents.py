@@ -69,6 +69,8 @@ class Encoder:
             record = source[index]
         except BadDocument as error:
             return self._bad(error, "")
+        if self.config.kind == "tokenized":
+            return _encoded(record["example"], record["bytes"])
         return self.encode(record, lambda: source.where(index))
 
     def encode(self, record: Record, where: Callable[[], str]) -> dict[str, Any]:
@@ -91,8 +93,6 @@ class Encoder:
         raise UserError(f"source {self.name!r}: {place}{error}") from None
 
     def _encode(self, record: Record) -> dict[str, Any]:
-        if self.config.kind == "tokenized":
-            return _encoded(record["example"], record["bytes"])
         if self.config.row_format == "text":
             text = self._field(record, self.config.text_field)
             if not text:

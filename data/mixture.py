@@ -96,42 +96,37 @@ class Mixture(grain.IterDataset):
 class MixtureIterator(grain.DatasetIterator):
     """The iterator of a `Mixture`. Its state holds every source's state and counts."""
 
-    def __init__(
-        self,
-        parents: Sequence[grain.DatasetIterator],
-        mixture: Mixture,
-    ):
+    def __init__(self, parents: Sequence[grain.DatasetIterator], mixture: Mixture):
         super().__init__(parents)
         self._streams = list(parents)
         self._names, self._weights, self._sizes = mixture.names, mixture.weights, mixture.sizes
-        # Tokens that a source is behind its share; they sum to zero.
-        self._behind = [0.0] * len(self._names)
-        self._ended = [False] * len(self._names)
-        self._counts: list[dict[str, int]] = [dict(_NO_COUNTS) for _ in self._names]
         self._tokens = 0
-        self._set_shares()
+        # Tokens that each source is behind its share; they sum to zero.
+        self._behind = [0.0] * len(self._names)
+        # Packers take the state at every document and keep it: it is replaced, never changed.
+        self._sources: dict[str, dict[str, Any]] = {
+            name: {"state": stream.get_state(), "ended": False, "counts": dict(_NO_COUNTS)}
+            for name, stream in zip(self._names, self._streams, strict=True)
+        }
         self._skipped_in_a_row = [0] * len(self._names)
-        self._parent_states = [p.get_state() for p in self._streams]
+        self._set_shares()
 
     def __next__(self) -> dict[str, Any]:
-        while not all(self._ended):
-            # A source without a share now waits, however far behind an earlier share left it.
-            source = max(
-                (i for i, ended in enumerate(self._ended) if not ended),
-                key=lambda i: (self._shares[i] > 0, self._behind[i]),
-            )
+        while (source := self._next_source()) is not None:
+            name = self._names[source]
             try:
                 document = next(self._streams[source])
             except StopIteration:
-                self._end(source)
+                self._replace(name, source, ended=True)
+                self._behind[source] = 0.0
+                self._set_shares()
                 continue
-            self._parent_states[source] = self._streams[source].get_state()
-            counts = dict(self._counts[source])  # copied: states that were handed out keep theirs
-            self._counts[source] = counts
+            counts = dict(self._sources[name]["counts"])
+            self._replace(name, source, counts=counts)
             if document["skip"]:
                 reason = f"skipped_{SKIP_REASONS[document['skip']]}"
                 counts[reason] = counts.get(reason, 0) + 1
-                self._count_skipped(source)
+                self._count_skipped(source, counts)
                 continue
             self._skipped_in_a_row[source] = 0
             example = document["example"]
@@ -142,6 +137,21 @@ class MixtureIterator(grain.DatasetIterator):
             self._advance(source, len(example))
             return {"example": example}
         raise StopIteration
+
+    def _next_source(self) -> int | None:
+        if not self._open:
+            return None
+        if len(self._open) == 1:
+            return self._open[0]
+        # One without a share now waits, however far behind an earlier share left it.
+        return max(self._open, key=lambda i: (self._shares[i] > 0, self._behind[i]))
+
+    def _replace(self, name: str, source: int, **fields: Any) -> None:
+        state = self._streams[source].get_state()
+        self._sources = {
+            **self._sources,
+            name: {**self._sources[name], "state": state, **fields},
+        }
 
     def _advance(self, source: int, tokens: int) -> None:
         self._tokens += tokens
@@ -155,54 +165,32 @@ class MixtureIterator(grain.DatasetIterator):
     def _set_shares(self) -> None:
         """The shares at this place of the run among the sources that have not ended."""
         weights = self._weights.at(self._tokens)
-        open_ = [0.0 if ended else w for w, ended in zip(weights, self._ended, strict=True)]
-        total = sum(open_)
-        # Only sources without weight are left: they share alike.
-        alike = 1 / max(self._ended.count(False), 1)
-        self._shares = [
-            w / total if total else alike * (not ended)
-            for w, ended in zip(open_, self._ended, strict=True)
-        ]
+        self._open = [i for i, n in enumerate(self._names) if not self._sources[n]["ended"]]
+        total = sum(weights[i] for i in self._open)
+        self._shares = [0.0] * len(self._names)
+        for i in self._open:
+            # Where only sources without weight are left, they share alike.
+            self._shares[i] = weights[i] / total if total else 1 / len(self._open)
 
-    def _count_skipped(self, source: int) -> None:
+    def _count_skipped(self, source: int, counts: Mapping[str, int]) -> None:
         self._skipped_in_a_row[source] += 1
         if self._skipped_in_a_row[source] > self._sizes[source]:
             told = ", ".join(
                 f"{reason.removeprefix('skipped_')} {n}"
-                for reason, n in self._counts[source].items()
+                for reason, n in counts.items()
                 if reason.startswith("skipped_")
             )
             raise UserError(
                 f"source {self._names[source]!r}: none of its documents can be used ({told})"
             )
 
-    def _end(self, source: int) -> None:
-        self._ended[source] = True
-        self._parent_states[source] = self._streams[source].get_state()
-        self._behind[source] = 0.0
-        self._set_shares()
-
     def get_state(self) -> dict[str, Any]:
-        return {
-            "tokens": self._tokens,
-            "sources": {
-                name: {
-                    "state": self._parent_states[i],
-                    "behind": self._behind[i],
-                    "ended": self._ended[i],
-                    "counts": self._counts[i],
-                }
-                for i, name in enumerate(self._names)
-            },
-        }
+        return {"tokens": self._tokens, "behind": list(self._behind), "sources": self._sources}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         self._tokens = int(state["tokens"])
-        for i, name in enumerate(self._names):
-            saved = state["sources"][name]
-            self._streams[i].set_state(saved["state"])
-            self._parent_states[i] = saved["state"]
-            self._behind[i] = float(saved["behind"])
-            self._ended[i] = bool(saved["ended"])
-            self._counts[i] = dict(saved["counts"])
+        self._behind = [float(x) for x in state["behind"]]
+        self._sources = {name: dict(state["sources"][name]) for name in self._names}
+        for name, stream in zip(self._names, self._streams, strict=True):
+            stream.set_state(self._sources[name]["state"])
         self._set_shares()

@@ -48,6 +48,12 @@ COMMANDS: dict[str, Command] = {
         run="run_import",
     ),
     "tokenizer": Command("data.cli", "train or try a tokenizer"),
+    "data": Command(
+        "data.cli",
+        "tokenise, check and describe the data of a config",
+        add_arguments="add_data_arguments",
+        run="run_data",
+    ),
     "info": Command("laneformer_jax.info", "parameters, memory and FLOPs of a model"),
 }
 

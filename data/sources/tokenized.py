@@ -8,6 +8,8 @@ where it is a target).
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import json
 import os
 from typing import Any
@@ -28,7 +30,7 @@ class TokenizedSource:
 
     def __init__(self, folder: str, manifest: dict[str, Any]):
         self._folder, self.manifest = folder, manifest
-        self._ends = np.cumsum([shard["documents"] for shard in manifest["shards"]])
+        self._ends = [*itertools.accumulate(s["documents"] for s in manifest["shards"])]
         self._arrays: dict[tuple[int, str], np.ndarray] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -75,11 +77,11 @@ class TokenizedSource:
             )
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return self._ends[-1]
 
     def _place(self, index: int) -> tuple[int, int]:
-        shard = int(np.searchsorted(self._ends, index, side="right"))
-        return shard, index - (int(self._ends[shard - 1]) if shard else 0)
+        shard = bisect.bisect_right(self._ends, index)
+        return shard, index - (self._ends[shard - 1] if shard else 0)
 
     def where(self, index: int) -> str:
         shard, row = self._place(index)
@@ -87,7 +89,8 @@ class TokenizedSource:
 
     def __getitem__(self, index: int) -> Record:
         shard, row = self._place(index)
-        start, end = self._array(shard, "offsets")[row : row + 2]
+        offsets = self._array(shard, "offsets")
+        start, end = offsets[row], offsets[row + 1]
         ids = self._array(shard, "tokens")[start:end]
         example = np.empty((len(ids) - 1, 2), np.int32)
         example[:, 0], example[:, 1] = ids[:-1], ids[1:]
@@ -101,7 +104,8 @@ class TokenizedSource:
         if key not in self._arrays:
             name = f"{self.manifest['shards'][shard]['name']}.{part}"
             dtype = PARTS[part] or self.manifest["dtype"]
-            self._arrays[key] = np.memmap(os.path.join(self._folder, name), dtype, mode="r")
+            mapped = np.memmap(os.path.join(self._folder, name), dtype, mode="r")
+            self._arrays[key] = mapped.view(np.ndarray)  # slices of a memmap are slow
         return self._arrays[key]
 
     def name_hashes(self) -> np.ndarray:
