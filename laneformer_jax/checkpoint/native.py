@@ -49,7 +49,10 @@ _ORBAX_STAMPS = ("_CHECKPOINT_METADATA", "commit_success.txt")  # touched at the
 _SHOWN = 4
 # Orbax says so of every item that is not OCDBT, as an inference checkpoint's are not.
 _NO_OCDBT = "Skipping merge of OCDBT checkpoints"
-logging.getLogger("absl").addFilter(lambda record: _NO_OCDBT not in record.getMessage())
+_NOISE = (_NO_OCDBT, "Metadata file does not exist")  # the latter of an item read by itself
+logging.getLogger("absl").addFilter(
+    lambda record: not any(noise in record.getMessage() for noise in _NOISE)
+)
 
 
 # Groups
