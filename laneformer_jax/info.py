@@ -1,4 +1,4 @@
-"""Parameters, memory and FLOPs of a model, from its config alone.
+"""Parameters, memory and FLOPs of a model from its config, and what a folder holds, loading nothing.
 
 MODEL is a preset, a config.json, or a folder that holds one: an exported model, a checkpoint or a
 run. Without MODEL the presets are listed. FIELD=VALUE changes a field of the config first, such as
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from laneformer_jax import costs, settings
+from laneformer_jax.checkpoint.contents import contents
 from laneformer_jax.config import LaneformerConfig
 from laneformer_jax.errors import UserError, nearest
 from laneformer_jax.presets import PRESETS, preset
@@ -39,12 +40,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.model is None:
         return _list_presets(args.json)
-    config = settings.replace(find_config(args.model), args.overrides)
-    figures = describe(config, args.dtype, args.context)
+    held = contents(Path(args.model)) if args.model not in PRESETS else None
+    figures = None
+    if held is None or held["kind"] != "dense":  # whose config.json speaks of another architecture
+        config = settings.replace(find_config(args.model), args.overrides)
+        figures = describe(config, args.dtype, args.context)
     name = " ".join([args.model, *args.overrides])
     if args.json:
-        print(json.dumps({"model": name, **figures}, indent=2))
-    else:
+        found = {} if held is None else {"contents": held}
+        print(json.dumps({"model": name, **found, **(figures or {})}, indent=2))
+        return 0
+    if held is not None:
+        _print_contents(args.model, held)
+    if figures is not None:
         _print_table(name, figures)
     return 0
 
@@ -117,6 +125,16 @@ def _list_presets(as_json: bool) -> int:
         table.add_row(name, f"{count:,}")
     _show(table)
     return 0
+
+
+def _print_contents(name: str, held: dict[str, Any]) -> None:
+    print(f"{name}: {held['holds']}")
+    for key, value in held.items():
+        if key not in ("holds", "kind"):
+            text = f"{value:,} ({_size(value)})" if key == "bytes" else value
+            text = ", ".join(map(str, value)) if isinstance(value, list) else text
+            text = {True: "yes", False: "no"}.get(value, text) if isinstance(value, bool) else text
+            print(f"  {key}: {text}")
 
 
 def _print_table(name: str, figures: dict[str, Any]) -> None:

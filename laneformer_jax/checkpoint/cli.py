@@ -3,9 +3,9 @@
 import argparse
 import re
 import signal
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from laneformer_jax.errors import UserError
@@ -23,6 +23,14 @@ def add_import_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lanes", type=int, metavar="L", help="split a dense model into L lanes")
     parser.add_argument(
         "--delay", type=int, metavar="N", help="broadcast delay of the lanes in layers (default: 2)"
+    )
+    parser.add_argument(
+        "--layout",
+        choices=("contiguous", "affinity"),
+        help="affinity: strongly coupled neurons and kv heads share a lane (default: contiguous)",
+    )
+    parser.add_argument(
+        "--calibration", metavar="FILE", help="text on which affinity measures the coupling"
     )
     _add_common(parser)
 
@@ -71,16 +79,33 @@ def run_import(args: argparse.Namespace) -> int:
                     f"{args.source}: is a dense model; name the lanes, as in `--lanes 8 --delay 2`"
                 )
             delay = 2 if args.delay is None else args.delay
+            order = _order(folder, args, delay)
             report = convert.import_dense(
-                folder, args.target, lanes=args.lanes, delay=delay, **common
+                folder, args.target, lanes=args.lanes, delay=delay, order=order, **common
             )
         else:
-            for name in ("lanes", "delay"):
+            for name in ("lanes", "delay", "layout", "calibration"):
                 if getattr(args, name) is not None:
                     raise UserError(f"--{name}: {args.source} is no dense model to split")
             report = convert.import_lanes(folder, args.target, **common)
     _print(report)
     return 0
+
+
+def _order(folder: Path, args: argparse.Namespace, delay: int) -> Any:
+    """The order of the units that --layout asks for; None: as they are."""
+    if (args.layout == "affinity") != (args.calibration is not None):
+        raise UserError(
+            "--calibration: goes with --layout affinity, which needs a text file to measure on"
+        )
+    if args.layout != "affinity":
+        return None
+    from laneformer_jax.checkpoint import affinity, dense, verify
+    from laneformer_jax.tokenizer import Tokenizer
+
+    split = dense.DenseFolder(folder, args.lanes, delay)
+    ids = affinity.calibration_ids(args.calibration, Tokenizer.load(folder), split.config)
+    return affinity.affinity_order(split.config, verify.read_all(split), ids)
 
 
 def run_export(args: argparse.Namespace) -> int:

@@ -5,9 +5,47 @@ Independent of the library: it reads the same config.json and tensors by their L
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
+from safetensors.numpy import save_file
 
 Array = np.ndarray
+
+BASE = dict(
+    vocab_size=40,
+    hidden_size=48,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    max_position_embeddings=256,
+    rms_norm_eps=1e-5,
+    rope_theta=10000.0,
+)
+FAMILIES = {
+    "llama": dict(BASE, model_type="llama", head_dim=6),  # 6: no power of two
+    "llama-tied": dict(BASE, model_type="llama", num_key_value_heads=8, tie_word_embeddings=True),
+    "mistral": dict(BASE, model_type="mistral", sliding_window=9),
+    "qwen3": dict(BASE, model_type="qwen3", head_dim=16, num_key_value_heads=8),
+    "qwen3-sliding": dict(
+        BASE,
+        model_type="qwen3",
+        head_dim=16,
+        use_sliding_window=True,
+        sliding_window=9,
+        max_window_layers=1,
+    ),
+}
+
+
+def write(folder: Path, config: dict, tensors: dict[str, Array]) -> Path:
+    """A Hugging Face folder with one safetensors file."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 def shapes(config: dict) -> dict[str, tuple[int, ...]]:

@@ -9,57 +9,19 @@ import goldens
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from dense_llama import FAMILIES, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from laneformer_jax import LaneformerConfig, cli
-from laneformer_jax.checkpoint import convert, dense, native, sources, verify
+from laneformer_jax.checkpoint import convert, dense, native, sources
 from laneformer_jax.errors import UserError
-
-BASE = dict(
-    vocab_size=40,
-    hidden_size=48,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    max_position_embeddings=256,
-    rms_norm_eps=1e-5,
-    rope_theta=10000.0,
-)
-FAMILIES = {
-    "llama": dict(BASE, model_type="llama", head_dim=6),  # 6: no power of two
-    "llama-tied": dict(BASE, model_type="llama", num_key_value_heads=8, tie_word_embeddings=True),
-    "mistral": dict(BASE, model_type="mistral", sliding_window=9),
-    "qwen3": dict(BASE, model_type="qwen3", head_dim=16, num_key_value_heads=8),
-    "qwen3-sliding": dict(
-        BASE,
-        model_type="qwen3",
-        head_dim=16,
-        use_sliding_window=True,
-        sliding_window=9,
-        max_window_layers=1,
-    ),
-}
-
-
-def write(folder: Path, config: dict, tensors: dict[str, np.ndarray]) -> Path:
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
-def lane_logits(source: sources.Source, ids: np.ndarray, **changes) -> np.ndarray:
-    params = {p: jnp.asarray(v) for p, v in verify.read_all(source).items()}
-    model = native.model_of(dataclasses.replace(source.config, **changes), params, None)
-    return np.asarray(model(jnp.asarray(ids)[None]))[0]
 
 
 @pytest.mark.parametrize("lanes", [1, 2, 4, 8])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_lanes_with_delay_n_are_the_dense_model(family, lanes, tmp_path):
+def test_lanes_with_delay_n_are_the_dense_model(family, lanes, tmp_path, lane_logits):
     config = FAMILIES[family]
     tensors = dense_llama.random_tensors(config, seed=1)
     folder = write(tmp_path / "dense", config, tensors)
@@ -70,7 +32,7 @@ def test_lanes_with_delay_n_are_the_dense_model(family, lanes, tmp_path):
     np.testing.assert_allclose(got, want, atol=5e-5, rtol=0)
 
 
-def test_a_real_delay_is_another_model(tmp_path):
+def test_a_real_delay_is_another_model(tmp_path, lane_logits):
     config = dict(FAMILIES["llama"], num_hidden_layers=4)
     tensors = dense_llama.random_tensors(config, seed=1)
     folder = write(tmp_path / "dense", config, tensors)
