@@ -17,11 +17,13 @@ from eval.sandbox.inside.judge import short, short_args
 from eval.sandbox.process import Process, SandboxError, TimeLimitError
 from eval.sandbox.sandbox import Sandbox
 from eval.suites import Script, Table, Task
+from laneformer_jax.errors import UserError
 
 MIN_SECONDS = 60.0
 SLOWDOWN = 10.0  # a program may take this many times what the canonical solution takes here, now
 _JUDGE_SECONDS = 60.0
 _CANONICAL_SECONDS = 3600.0
+_SEND_SECONDS = 600.0
 _KEPT = 64 << 20  # results up to this many bytes can be compared other than byte for byte
 
 
@@ -112,15 +114,17 @@ class Grader:
 
     def grade(self, task: Task, program: str) -> Verdict:
         """Judge one program."""
+        tests, failure = task.tests, None
+        # Before the clock starts: the data set's own computation is not the program's time.
+        sums = self._reference(task, tests) if isinstance(tests, Table) else None
         began = time.monotonic()
         clock = _Clock(self._min_seconds, lambda: self._canonical_seconds(task))
-        tests, failure = task.tests, None
         try:
             with self._running(_whole(program, tests), clock) as process:
                 if isinstance(tests, Script):
                     self._script(process, tests, clock)
                 else:
-                    self._table(process, task, tests, clock)
+                    self._table(process, tests, sums, clock)
         except _Failure as error:
             failure = error
         return _verdict(task, failure, time.monotonic() - began)
@@ -141,9 +145,14 @@ class Grader:
         finally:
             process.close()
 
-    def _table(self, process: Process, task: Task, table: Table, clock: _Clock) -> None:
-        sums = None if table.expected is not None else self._reference(task, table)
-        process.send(("map", table.function, table.inputs), clock.deadline)
+    def _table(
+        self,
+        process: Process,
+        table: Table,
+        sums: list[tuple[int, bytes]] | None,
+        clock: _Clock,
+    ) -> None:
+        _ask(process, ("map", table.function, table.inputs))
         for index, arguments in enumerate(table.inputs):
             expected = table.expected[index] if table.expected is not None else None
             try:
@@ -168,17 +177,17 @@ class Grader:
     def _script(self, process: Process, script: Script, clock: _Clock) -> None:
         judge = self._judge()
         try:
-            judge.send(("script", script.helpers, script.test, script.function), clock.deadline)
+            _ask(judge, ("script", script.helpers, script.test, script.function))
             while True:
-                frame = judge.receive(clock.deadline + _JUDGE_SECONDS)
+                frame = judge.receive(max(time.monotonic(), clock.deadline) + _JUDGE_SECONDS)
                 if frame.tag != CALL:
                     break
-                process.send(frame.payload, clock.deadline)
+                _ask(process, frame.payload)
                 result = _result(process, clock)
                 if result.data is None:
                     raise _Failure("wrong answer", f"a result of {result.size >> 20} MiB")
                 answer = result.data if result.ok else _text(result)
-                judge.send((result.ok, answer), clock.deadline)
+                _ask(judge, (result.ok, answer))
         except BaseException:
             self._discard(judge)
             raise
@@ -235,19 +244,26 @@ class Grader:
                         if isinstance(tests, Script):
                             self._script(process, tests, clock)
                         else:
-                            process.send(("map", tests.function, tests.inputs), clock.deadline)
+                            _ask(process, ("map", tests.function, tests.inputs))
                             for _ in tests.inputs:
                                 _result(process, clock)
                 self._canonical[task.task_id] = time.monotonic() - began
             return self._canonical[task.task_id]
 
-    def _reference(self, task: Task, table: Table) -> list[tuple[int, bytes]]:
+    def _reference(self, task: Task, table: Table) -> list[tuple[int, bytes]] | None:
         """Size and digest of each expected result, from the reference in a sandbox of its own."""
-        assert table.reference is not None
+        if table.reference is None:
+            return None
         key = f"{task.task_id}:{hashlib.sha256(table.reference.source.encode()).hexdigest()}"
         with self._task_lock(task):
             if key not in self._references:
-                results = self._run_reference(table, table.inputs, digest=True)
+                try:
+                    results = self._run_reference(table, table.inputs, digest=True)
+                except _Failure as error:
+                    raise UserError(
+                        f"{task.task_id}: the data set's own reference function fails here"
+                        f" ({error.kind}: {error.reason})"
+                    ) from None
                 self._references[key] = [(r.size, r.digest) for r in results]
             return self._references[key]
 
@@ -260,11 +276,11 @@ class Grader:
         assert table.reference is not None
         clock = _Clock(_CANONICAL_SECONDS, lambda: 0.0)
         with self._running(table.reference.source, clock) as process:
-            process.send(("map", table.reference.function, inputs), clock.deadline)
+            _ask(process, ("map", table.reference.function, inputs))
             results = [_result(process, clock, digest) for _ in inputs]
         for result in results:
             if not result.ok:
-                raise _Failure("crash", f"the data set's reference failed: {_text(result)}")
+                raise _Failure("exception", _text(result))
         return results
 
 
@@ -285,6 +301,11 @@ class _Clock:
             self._moved = True
             self.limit = max(self.limit, SLOWDOWN * self._canonical())
         return time.monotonic() < self.deadline
+
+
+def _ask(process: Process, request: Any) -> None:
+    """Send a request; the other side is waiting for it, so this takes no time of the program's."""
+    process.send(request, time.monotonic() + _SEND_SECONDS)
 
 
 def _result(process: Process, clock: _Clock, digest: bool = False) -> _Result:

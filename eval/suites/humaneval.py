@@ -19,13 +19,16 @@ _BASE = (
     " 10 10 7 14 12 10 5 11 8 8 4 5 26 11 7 12 6 7 4 7 7 10 7 4 9 6 8 14 11 10 6 3 8 4 4"
 )
 BASE_COUNTS = dict(enumerate(map(int, _BASE.split())))
-_CORRECTIONS = {
-    "HumanEval/32": (
-        ("root", 1e-4),
-        "the released test calls _poly with swapped arguments and always raises TypeError; judged"
-        " by abs(_poly(*inp, candidate(*inp))) <= 0.0001",
-    ),
-}
+_CORRECTED = "HumanEval/32"
+_CORRECTED_RULE = ("root", 1e-4)
+# Inputs on which the released solution's Newton iteration converges only with the float summation
+# of Python before 3.12.
+_LEFT_OUT = (217, 275, 283, 497, 714, 748, 792)
+_CORRECTION = (
+    "the released test calls _poly with swapped arguments and always raises TypeError; judged by"
+    " abs(_poly(*inp, candidate(*inp))) <= 0.0001, without the 7 of 886 inputs on which the released"
+    " solution fails on Python 3.12 and newer"
+)
 
 
 def plus_tasks(rows: Iterable[Mapping[str, Any]]) -> dict[str, Task]:
@@ -35,11 +38,14 @@ def plus_tasks(rows: Iterable[Mapping[str, Any]]) -> dict[str, Task]:
 
 def _plus_task(row: Mapping[str, Any]) -> Task:
     task_id = row["task_id"]
-    rule, correction = _CORRECTIONS.get(task_id, (None, ""))
     base = BASE_COUNTS.get(int(task_id.rpartition("/")[2]))
+    corrected = task_id == _CORRECTED
 
     def tests() -> Table:
+        rule = _CORRECTED_RULE if corrected else None
         table = plus.parse(task_id, row["test"], rule, base)
+        if corrected:
+            table = _without(table, _LEFT_OUT)
         return dataclasses.replace(table, function=row["entry_point"])
 
     return Task(
@@ -49,7 +55,17 @@ def _plus_task(row: Mapping[str, Any]) -> Task:
         row["prompt"] + row["canonical_solution"],
         tests,
         ("base", "plus"),
-        correction,
+        _CORRECTION if corrected else "",
+    )
+
+
+def _without(table: Table, indices: tuple[int, ...]) -> Table:
+    assert table.expected is not None
+    kept = [i for i in range(len(table.inputs)) if i not in indices]
+    return dataclasses.replace(
+        table,
+        inputs=[table.inputs[i] for i in kept],
+        expected=[table.expected[i] for i in kept],
     )
 
 

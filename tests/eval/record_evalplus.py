@@ -47,7 +47,7 @@ def main(out):
     out = pathlib.Path(out)
     found = json.loads(out.read_text()) if out.exists() else {}
     for dataset, problems, count in (
-        ("humaneval", get_human_eval_plus(), 2),
+        ("humaneval", get_human_eval_plus(), 3),
         ("mbpp", get_mbpp_plus(), 1),
     ):
         for task_id, problem in problems.items():
