@@ -60,8 +60,10 @@ def measure(
 
     for packing in ("concat", "best_fit"):
         for workers in (0, 2):
-            config = DataConfig(source, packing=packing, num_workers=workers)  # type: ignore[arg-type]
-            rate = statistics.median(_rate(_ours(config, tokenizer), seconds) for _ in range(rounds))
+            config = DataConfig(source, packing=packing, num_workers=workers)
+            rate = statistics.median(
+                _rate(_ours(config, tokenizer), seconds) for _ in range(rounds)
+            )
             how = f"{workers} workers" if workers else "in this process"
             figures[f"text to {packing} rows, {how}: M tokens/s"] = rate / 1e6
 
@@ -140,7 +142,7 @@ def _against_grain(folder: Path, tokenizer: Any, seconds: float, rounds: int) ->
     for packing in ("concat", "best_fit"):
         config = DataConfig(
             {"t": SourceConfig("tokenized", str(out))},
-            packing=packing,  # type: ignore[arg-type]
+            packing=packing,
             read_threads=0,
             prefetch_batches=0,
         )

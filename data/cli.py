@@ -94,7 +94,9 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
         " `kind: tokenized`. A stopped run goes on where it was. Held-out documents are left out.",
     )
     tokenize.add_argument("config", help="a data config, or a run's config with a `data` section")
-    tokenize.add_argument("overrides", nargs="*", metavar="name=value", help="such as sources.x.path=…")
+    tokenize.add_argument(
+        "overrides", nargs="*", metavar="name=value", help="such as sources.x.path=…"
+    )
     tokenize.add_argument("--tokenizer", required=True, help="file or folder of the tokenizer")
     tokenize.add_argument("--out", required=True, help="folder for the shards")
     tokenize.add_argument("--source", help="which source (default: the only one)")

@@ -6,10 +6,9 @@ import gzip
 import hashlib
 import json
 import os
-import shutil
 import zlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -123,38 +122,38 @@ def _unpacked(path: str, cache: str) -> str:
     """The path of `path` without its compression."""
     plain = _cache_path(path, cache, ".jsonl")
     if not os.path.isfile(plain):
+        unpack = _gzip_blocks if path.endswith(".gz") else _zstandard_blocks
         try:
-            with _decompressed(path) as packed, atomic_file(plain, "wb") as file:
-                shutil.copyfileobj(packed, file, _BLOCK)
+            with open(path, "rb") as packed, atomic_file(plain, "wb") as file:
+                for block in unpack(packed):
+                    file.write(block)
         except (OSError, EOFError, ValueError, zlib.error) as error:
             raise UserError(f"{path}: cannot be unpacked: {error}") from None
     return plain
 
 
-def _decompressed(path: str) -> Any:
-    if path.endswith(".gz"):
-        return gzip.open(path, "rb")
+def _gzip_blocks(packed: BinaryIO) -> Iterator[bytes]:
+    with gzip.open(packed, "rb") as file:
+        while block := file.read(_BLOCK):
+            yield block
+
+
+def _zstandard_blocks(packed: BinaryIO) -> Iterator[bytes]:
+    """Frame after frame; the library's own reader is silent about a cut-off end."""
     import zstandard
 
-    class _Reader:
-        """A stream whose errors are ordinary ones, also at a cut-off end."""
-
-        def __init__(self, file: Any):
-            self._file, self._stream = file, zstandard.ZstdDecompressor().stream_reader(file)
-
-        def read(self, size: int) -> bytes:
+    frame = None
+    while data := packed.read(_BLOCK):
+        while data:
+            frame = frame or zstandard.ZstdDecompressor().decompressobj()
             try:
-                return bytes(self._stream.read(size))
+                yield frame.decompress(data)
             except zstandard.ZstdError as error:
                 raise ValueError(str(error)) from None
-
-        def __enter__(self) -> _Reader:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            self._file.close()
-
-    return _Reader(open(path, "rb"))
+            data = frame.unused_data if frame.eof else b""
+            frame = None if frame.eof else frame
+    if frame is not None:
+        raise EOFError("the file ends inside a frame")
 
 
 def _cache_path(path: str, cache: str, ending: str) -> str:

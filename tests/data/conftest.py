@@ -1,10 +1,17 @@
 """A small tokenizer and small corpora for the data tests."""
 
-import json
+import os
 import random
+import tempfile
 from pathlib import Path
 
+# Before `datasets` is imported: no network, and nothing in the user's caches.
+os.environ["HF_HUB_OFFLINE"] = "1"
+_HOME = tempfile.TemporaryDirectory(prefix="laneformer-tests-")
+os.environ["HF_HOME"] = os.environ["XDG_CACHE_HOME"] = _HOME.name
+
 import pytest
+from batch_rows import write_jsonl
 
 from laneformer_jax.tokenizer import Tokenizer, train_tokenizer
 
@@ -62,5 +69,17 @@ def corpora(tmp_path_factory) -> Path:
     return root
 
 
-def write_jsonl(path: Path, rows: list) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+@pytest.fixture
+def hub(tmp_path, monkeypatch) -> Path:
+    """A folder laid out as Hub datasets, the working directory: `acme/docs` with 3 + 1 files."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "acme" / "docs" / "data"
+    folder.mkdir(parents=True)
+    for shard, rows in enumerate((7, 5, 9)):
+        table = pa.table({"text": [f"text{shard}{i}. alpha beta" for i in range(rows)]})
+        pq.write_table(table, folder / f"train-{shard:05d}-of-00003.parquet", row_group_size=3)
+    pq.write_table(pa.table({"text": ["text999. x"]}), folder / "test-00000-of-00001.parquet")
+    return tmp_path

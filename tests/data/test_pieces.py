@@ -43,6 +43,7 @@ def test_a_piece_is_in_the_split_of_its_file(tmp_path):
     for split in ("train", "heldout"):
         source = open_source("s", config, split)
         files[split] = {text.split("\n")[0] for text in read(source) if text}
-    assert files["train"] and files["heldout"]
+    assert files["train"]
+    assert files["heldout"]
     assert not files["train"] & files["heldout"]
     assert len(files["train"] | files["heldout"]) == 30
