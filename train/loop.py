@@ -25,7 +25,7 @@ from train.config import RunConfig
 from train.metrics import MetricsWriter
 from train.setup import Setup, prepare
 from train.signals import StopRequest, stop_on_signals
-from train.step import Metrics, TrainState
+from train.step import Metrics, State
 
 CONFIG = "config.yaml"
 Resume = Literal["auto", "never", "must"]
@@ -107,7 +107,7 @@ class _Loop:
     ):
         self._config, self._out, self._setup = config, out, setup
         self._checkpoints, self._stop = checkpoints, stop
-        self._state: TrainState = setup.state
+        self._state: State = setup.state
         self._step = int(setup.state.step)
         self._saved = self._step if setup.restored else None
         self._metrics = MetricsWriter(config, out, self._step)
@@ -128,6 +128,7 @@ class _Loop:
             while self._step < steps and not self._stop:
                 batch = self._feed.next(lambda: bool(self._stop))
                 if batch is None:
+                    self._report(last=not self._stop)
                     break
                 self._state, metrics = self._setup.train_step(self._state, batch)
                 self._step += 1
@@ -160,8 +161,11 @@ class _Loop:
         self._metrics.close()
         self._checkpoints.close()
 
-    def _report(self) -> None:
-        """Write down the pending update, which waits until the device has made it."""
+    def _report(self, last: bool = False) -> None:
+        """Write down the pending update, which waits until the device has made it.
+
+        last: of the run, which is logged whatever the interval.
+        """
         if self._pending is None:
             return
         step, metrics = self._pending
@@ -170,7 +174,8 @@ class _Loop:
         loss = self._loss = values["loss"]
         self._bar.advance(loss=loss, lr=values["lr"])
         seconds, updates, waiting = self._clock.lap(self._feed)
-        if step % self._config.log.interval and step != self._config.train.steps:
+        last = last or step == self._config.train.steps
+        if step % self._config.log.interval and not last:
             return
         self._clock.restart(self._feed)
         self._metrics.write(
@@ -221,6 +226,7 @@ class _Loop:
             return
         self._saved = self._step
         with self._clock.paused():
+            self._metrics.sync()  # a checkpoint must not outlive the lines before it
             self._checkpoints.save(
                 self._step,
                 self._state.params,

@@ -26,7 +26,7 @@ class Sink(Protocol):
 
 
 class JsonlSink:
-    """One JSON object a line, on disk when `write` returns.
+    """One JSON object a line. A kill costs no line that was written, a lost machine those after `sync`.
 
     Lines of updates after `step`, and a line that a killed process left unfinished, are dropped
     first, so that a resumed run's file is that of an undisturbed one.
@@ -44,6 +44,10 @@ class JsonlSink:
     def write(self, record: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
+
+    def sync(self) -> None:
+        """Returns with everything on disk."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()
@@ -143,6 +147,10 @@ class MetricsWriter:
     def write(self, record: Mapping[str, Any]) -> None:
         for sink in self.sinks:
             sink.write(record)
+
+    def sync(self) -> None:
+        """The JSONL file is on disk when this returns."""
+        self._jsonl.sync()
 
     def close(self) -> None:
         for sink in self.sinks:

@@ -49,9 +49,12 @@ def make_optimizer(
     Clips the global norm first. Decay is decoupled and multiplied by the learning rate.
     """
     mask = {path: decays(path) for path in paths}
-    clip = [] if config.clip_norm is None else [optax.clip_by_global_norm(config.clip_norm)]
+    # A state of the same form either way, so that a run may resume with the other.
+    clip = optax.identity()
+    if config.clip_norm is not None:
+        clip = optax.clip_by_global_norm(config.clip_norm)
     return optax.chain(
-        *clip,
+        clip,
         optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps),
         optax.add_decayed_weights(config.weight_decay, mask),
         optax.scale_by_learning_rate(rate),

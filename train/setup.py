@@ -29,6 +29,7 @@ from train.step import (
     Metrics,
     Params,
     Plan,
+    State,
     TrainState,
     init_params,
     init_state,
@@ -43,9 +44,9 @@ class Setup:
     """A run, ready to step."""
 
     plan: Plan
-    state: TrainState
+    state: State
     restored: bool
-    train_step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+    train_step: Callable[[State, Batch], tuple[State, Metrics]]
     eval_step: Callable[[Params, Batch], tuple[jax.Array, jax.Array]]
     batches: BatchIterator
     eval_batches: Callable[[], AbstractContextManager[Any]] | None
@@ -60,8 +61,11 @@ def prepare(config: RunConfig, checkpoints: TrainingCheckpoints, restart_data: b
             another model or other data.
     """
     sizes = config.train
-    start = None if config.init_from is None else _find_start(config.init_from)
+    resumed = checkpoints.newest()
+    start = _find_start(config, resumed)
     model = _model_config(config, start)
+    if resumed is not None:
+        _check_model(resumed, model)
     if sizes.seq_len > model.max_position_embeddings:
         raise UserError(
             f"train.seq_len = {sizes.seq_len}: exceeds the model's max_position_embeddings"
@@ -84,23 +88,21 @@ def prepare(config: RunConfig, checkpoints: TrainingCheckpoints, restart_data: b
     optimizer = make_optimizer(config.optimizer, rate, shapes)
     shardings = state_shardings(plan, optimizer, shapes)
     batches = iter(_dataset(config, tokenizer))
-    restored = checkpoints.restore(shapes, _abstract(shardings, optimizer, shapes))
-    if restored is None:
+    if resumed is None:
         params = init_params(plan, sizes.seed) if start is None else _load(start, shapes, mesh)
         state = init_state(plan, optimizer, params, sizes.seed)
     else:
-        _check_same(config, model, restored)
+        restored = checkpoints.restore(resumed, shapes, _abstract(shardings, optimizer, shapes))
+        _tell_changes(config, restored)
         step = jax.device_put(jnp.asarray(restored.step, jnp.int32), shardings.step)
-        optimizer_state = restored.optimizer
-        state = TrainState(
-            restored.params, optimizer_state["opt_state"], step, optimizer_state["rng"]
-        )
+        rest = restored.optimizer
+        state = TrainState(restored.params, rest["opt_state"], step, rest["rng"])
         if not restart_data:
-            batches.set_state(restored.metadata["data_state"])
+            _continue_data(batches, restored)
     return Setup(
         plan,
         state,
-        restored is not None,
+        resumed is not None,
         make_train_step(plan, optimizer, rate, shardings),
         make_eval_step(plan),
         batches,
@@ -111,14 +113,20 @@ def prepare(config: RunConfig, checkpoints: TrainingCheckpoints, restart_data: b
 
 @dataclass(frozen=True)
 class _Start:
-    """The folder whose parameters a run starts from."""
+    """The folder whose model a run starts from, or the checkpoint it resumes from."""
 
     folder: Path
     native: bool
     config: LaneformerConfig
 
 
-def _find_start(path: str) -> _Start:
+def _find_start(config: RunConfig, resumed: Path | None) -> _Start | None:
+    """None for a new model. A run that resumes no longer needs its `init_from`."""
+    path = config.init_from
+    if resumed is not None:
+        return _Start(resumed, True, native.read_config(resumed))
+    if path is None:
+        return None
     if native.is_native(path):
         folder = native.find(path)
         return _Start(folder, True, native.read_config(folder))
@@ -131,10 +139,10 @@ def _find_start(path: str) -> _Start:
 
 
 def _model_config(config: RunConfig, start: _Start | None) -> LaneformerConfig:
-    if start is not None:
-        return start.config
-    assert config.model is not None  # RunConfig requires one of the two
-    return config.model.build()
+    if config.model is not None:
+        return config.model.build()
+    assert start is not None  # RunConfig requires one of the two
+    return start.config
 
 
 def _tokenizer_path(config: RunConfig, start: _Start | None) -> Path:
@@ -185,7 +193,9 @@ def _eval_batches(
     return partial(closing, dataset)
 
 
-def _abstract(shardings: TrainState, optimizer: Any, shapes: Mapping[str, Any]) -> Any:
+def _abstract(
+    shardings: TrainState[jax.sharding.Sharding], optimizer: Any, shapes: Mapping[str, Any]
+) -> Any:
     """Shapes and shardings of what a checkpoint's optimizer item holds."""
     rng = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
     tree = {"opt_state": jax.eval_shape(optimizer.init, dict(shapes)), "rng": rng}
@@ -195,18 +205,27 @@ def _abstract(shardings: TrainState, optimizer: Any, shapes: Mapping[str, Any]) 
     )
 
 
-def _check_same(config: RunConfig, model: LaneformerConfig, restored: Restored) -> None:
-    """Refuse another model; tell what else differs from when the checkpoint was written."""
-    then, now = native.read_config(restored.folder).to_dict(), model.to_dict()
-    changed = _changes(then, now)
+def _check_model(folder: Path, model: LaneformerConfig) -> None:
+    changed = _changes(native.read_config(folder).to_dict(), model.to_dict())
     if changed:
-        raise UserError(f"{restored.folder}: belongs to another model ({changed})")
+        raise UserError(f"{folder}: belongs to another model ({changed})")
+
+
+def _tell_changes(config: RunConfig, restored: Restored) -> None:
+    """Warn of what differs from when the checkpoint was written."""
     changed = _changes(restored.metadata["environment"], native.environment())
     if changed:
         warnings.warn(f"resuming, but not bit for bit, since this differs: {changed}", stacklevel=4)
     changed = _changes(_flat(restored.metadata["run"]), _flat(settings.to_dict(config)))
     if changed:
         warnings.warn(f"resuming with other settings: {changed}", stacklevel=4)
+
+
+def _continue_data(batches: BatchIterator, restored: Restored) -> None:
+    try:
+        batches.set_state(restored.metadata["data_state"])
+    except UserError as error:
+        raise UserError(f"{restored.folder}: {error} (--restart-data)") from None
 
 
 def _changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,17 +27,24 @@ from laneformer_jax.sharding import DATA, LANE, named, parameter_spec
 Params = dict[str, jax.Array]  # by dotted path
 Batch = Mapping[str, jax.Array]  # tokens, targets, loss_mask, segment_ids, positions [B,S]
 Metrics = dict[str, jax.Array]
+T = TypeVar("T")
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class TrainState:
-    """What an update changes: float32 parameters, optimizer state, updates made, RNG key."""
+class TrainState(Generic[T]):
+    """What an update changes: float32 parameters, optimizer state, updates made, RNG key.
 
-    params: Params
+    T: jax.Array, or what is known of each array, such as its sharding.
+    """
+
+    params: dict[str, T]
     opt_state: Any
-    step: jax.Array  # int32
-    rng: jax.Array  # uint32, the data of a key
+    step: T  # int32
+    rng: T  # uint32, the data of a key
+
+
+State = TrainState[jax.Array]
 
 
 @dataclass(frozen=True)
@@ -135,21 +142,21 @@ def make_train_step(
     plan: Plan,
     optimizer: optax.GradientTransformation,
     rate: Callable[[jax.Array], jax.Array],
-    shardings: TrainState,
-) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    shardings: TrainState[jax.sharding.Sharding],
+) -> Callable[[State, Batch], tuple[State, Metrics]]:
     """A jitted update that takes over its state's memory.
 
     Returns metrics of the batch before the update: `loss` (mean over weights, nats), `grad_norm`
     (before clipping), `lr`, `weight` (sum of loss weights).
     """
 
-    def update(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    def update(state: State, batch: Batch) -> tuple[State, Metrics]:
         loss, weight, grads = gradients(state.params, batch, plan)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         metrics = {
             "loss": loss,
-            "grad_norm": optax.global_norm(grads),
+            "grad_norm": optax.tree.norm(grads),
             "lr": rate(state.step),
             "weight": weight,
         }
@@ -189,7 +196,7 @@ def init_params(plan: Plan, seed: int) -> Params:
 
 def state_shardings(
     plan: Plan, optimizer: optax.GradientTransformation, params: Mapping[str, Any]
-) -> TrainState:
+) -> TrainState[jax.sharding.Sharding]:
     """The sharding of every array of a state: optimizer moments lie where their parameters do."""
     specs = plan.specs(params)
 
@@ -200,9 +207,10 @@ def state_shardings(
         return plan.sharding(specs[like] if like is not None and same_shape else P())
 
     opt_state = jax.eval_shape(optimizer.init, dict(params))
-    replicated = plan.sharding(P())
+    replicated: Any = plan.sharding(P())  # shardings stand where a state has arrays
+    of_params: Any = {path: plan.sharding(spec) for path, spec in specs.items()}
     return TrainState(
-        {path: plan.sharding(spec) for path, spec in specs.items()},
+        of_params,
         jax.tree_util.tree_map_with_path(of, opt_state),
         replicated,
         replicated,
@@ -211,7 +219,7 @@ def state_shardings(
 
 def init_state(
     plan: Plan, optimizer: optax.GradientTransformation, params: Params, seed: int
-) -> TrainState:
+) -> State:
     """A state before the first update, around parameters that are already in place."""
     shardings = state_shardings(plan, optimizer, params)
     opt_state = jax.jit(optimizer.init, out_shardings=shardings.opt_state)(params)

@@ -51,6 +51,7 @@ class TrainingCheckpoints:
             preservation_policy=keep_policy.AnyPreservationPolicy(policies),
             async_options=ocp.AsyncOptions(post_finalization_callback=self._finish),
             enable_background_delete=False,
+            cleanup_tmp_directories=True,  # what a killed process was writing
         )
 
     @functools.cached_property
@@ -89,13 +90,10 @@ class TrainingCheckpoints:
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
 
-    def restore(self, params: Mapping[str, Any], optimizer: Any) -> Restored | None:
-        """The newest complete checkpoint on the shardings of the abstract `params` and `optimizer`.
+    def newest(self) -> Path | None:
+        """The newest complete checkpoint; None when the folder holds no checkpoint at all.
 
         Damaged newer ones are renamed out of the way, with a warning.
-
-        Returns:
-            None when the folder holds no checkpoint at all.
 
         Raises:
             UserError: there are checkpoints, but none is complete.
@@ -109,15 +107,18 @@ class TrainingCheckpoints:
                 aside = damaged.with_name(f"{damaged.name}.damaged")
                 shutil.rmtree(aside, ignore_errors=True)
                 damaged.rename(aside)
+        return folder
+
+    def restore(self, folder: Path, params: Mapping[str, Any], optimizer: Any) -> Restored:
+        """The checkpoint `folder` on the shardings of the abstract `params` and `optimizer`.
+
+        Raises:
+            UserError: a parameter is missing or has another shape.
+        """
+        restored = native.read_params(folder, params)
         with ocp.StandardCheckpointer() as checkpointer:
             state = checkpointer.restore(folder / OPTIMIZER, optimizer)
-        return Restored(
-            int(folder.name),
-            folder,
-            native.read_params(folder, params),
-            state,
-            native.read_metadata(folder),
-        )
+        return Restored(int(folder.name), folder, restored, state, native.read_metadata(folder))
 
     def close(self) -> None:
         """Finish the last save and release the threads."""

@@ -1,0 +1,281 @@
+"""Runs as a whole: what they start from, what they log, and what may change when they resume."""
+
+import dataclasses
+import json
+import shutil
+import warnings
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from laneformer_jax import settings
+from laneformer_jax.checkpoint import native
+from laneformer_jax.checkpoint.training import TrainingCheckpoints
+from laneformer_jax.errors import UserError
+from laneformer_jax.model import Laneformer
+from train import RunConfig, loop
+from train.loop import train
+from train.metrics import read_jsonl
+from train.setup import Setup, prepare
+
+SMALL = dict(
+    vocab_size=320,
+    hidden_size=16,
+    intermediate_size=16,
+    num_hidden_layers=2,
+    sliding_window=8,
+    swa_layers=[0],
+    max_position_embeddings=32,
+)
+
+
+def config_of(corpus: Path, *overrides: str) -> RunConfig:
+    config = {
+        "model": {"preset": "tiny", "overrides": SMALL},
+        "tokenizer": str(corpus / "tokenizer.model"),
+        "data": {
+            "sources": {
+                "a": {"kind": "text", "path": str(corpus / "texts"), "heldout": 0.2},
+                "b": {"kind": "jsonl", "path": str(corpus / "rows.jsonl")},
+            }
+        },
+        "train": {"steps": 5, "batch_size": 4, "seq_len": 16},
+        "schedule": {"warmup_steps": 2, "decay_steps": 2, "final": 0.1},
+        "optimizer": {"learning_rate": 0.01},
+        "checkpoint": {"interval": 2},
+        "log": {"interval": 2},
+        "eval": {"interval": 4, "batches": 1},
+    }
+    return settings.replace(settings.from_dict(RunConfig, config), overrides)
+
+
+def ready(config: RunConfig, out: Path, restart_data: bool = False) -> Setup:
+    """A run before its first step; nothing of it is compiled."""
+    setup = prepare(config, TrainingCheckpoints(out / native.CHECKPOINTS), restart_data)
+    setup.batches.close()
+    return setup
+
+
+@pytest.fixture(scope="module")
+def finished(corpus, tmp_path_factory) -> Path:
+    """A run of five steps; do not write into it."""
+    out = tmp_path_factory.mktemp("finished") / "run"
+    result = train(config_of(corpus), out)
+    assert (result.step, result.exit_code, result.out) == (5, 0, out)
+    records = read_jsonl(out / "metrics.jsonl")
+    assert result.loss == [r["loss"] for r in records if "loss" in r][-1]
+    assert result.eval_loss == [r["eval_loss"] for r in records if "eval_loss" in r][-1]
+    return out
+
+
+@pytest.fixture
+def run(finished, tmp_path) -> Path:
+    """A copy of `finished`, to be resumed."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+# What a run leaves behind
+
+
+def test_the_interval_and_the_last_step_are_logged(finished):
+    records = read_jsonl(finished / "metrics.jsonl")
+    updates = [r for r in records if "loss" in r]
+    assert [r["step"] for r in updates] == [2, 4, 5]
+    assert [r["step"] for r in records if "eval_loss" in r] == [4, 5]
+    # Peak 0.01 from update 2 on; the last two updates fall to a tenth.
+    np.testing.assert_allclose([r["lr"] for r in updates], [0.01, 0.0055, 0.001], rtol=1e-6)
+    for r in updates:
+        assert r["tokens"] == r["step"] * 4 * 16
+        assert r["perplexity"] == pytest.approx(np.exp(r["loss"]))
+        assert r["loss_weight"] == 64
+        assert r["grad_norm"] > 0
+        assert r["tokens_per_s"] > 0
+        assert 0 <= r["data_wait"] <= 1
+
+
+def test_the_config_of_a_run_reads_back(finished, corpus):
+    assert settings.load(RunConfig, finished / loop.CONFIG) == config_of(corpus)
+
+
+def test_when_the_data_ends_the_last_step_is_logged_and_saved(corpus, tmp_path):
+    config = config_of(
+        corpus,
+        "data.sources.a.epochs=1",
+        "data.sources.b.epochs=1",
+        "train.batch_size=64",
+        "train.steps=1000",
+        "log.interval=1000",
+        "checkpoint.interval=1000",
+        "eval.interval=null",
+    )
+    with pytest.warns(UserWarning, match=r"the data ended after \d+ of 1000 steps"):
+        result = train(config, tmp_path / "run")
+    assert 0 < result.step < 1000
+    records = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert [(r["step"], r["loss"]) for r in records] == [(result.step, result.loss)]
+    assert native.find(tmp_path / "run").name == str(result.step)
+
+
+# Starting from another run's parameters
+
+
+def assert_fresh_start(setup: Setup, params: dict, alone: Setup) -> None:
+    """The parameters, and nothing else: the rest is that of a run which starts by itself."""
+    assert not setup.restored
+    assert setup.state.params.keys() == params.keys()
+    for path, value in setup.state.params.items():
+        assert value.dtype == np.float32
+        np.testing.assert_array_equal(np.asarray(value), np.asarray(params[path]), err_msg=path)
+    rest, expected = (
+        jax.device_get((s.state.opt_state, s.state.step, s.state.rng)) for s in (setup, alone)
+    )
+    assert jax.tree.structure(rest) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(rest), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert setup.state.step == 0
+    assert setup.batches.get_state() == alone.batches.get_state()
+
+
+@pytest.mark.parametrize("kind", ["run", "native", "hf"])
+def test_a_phase_starts_from_parameters_only(kind, finished, corpus, tmp_path):
+    source = tmp_path / "source"
+    model = native.load_model(finished)
+    if kind == "run":
+        source = finished
+    elif kind == "native":
+        native.save_inference(source, model, tokenizer=corpus / "tokenizer.model")
+    else:
+        model.save_pretrained(source)
+        shutil.copy(corpus / "tokenizer.model", source)
+    params = native.read_params(
+        native.find(finished), native.abstract_params(model.config, np.float32)
+    )
+    config = config_of(corpus, "model=null", "tokenizer=null", f"init_from={source}")
+    setup = ready(config, tmp_path / "next")
+    assert dataclasses.replace(setup.plan.config, extra={}) == model.config  # HF's own fields
+    assert_fresh_start(setup, params, ready(config_of(corpus), tmp_path / "alone"))
+
+
+def test_a_folder_without_a_model_is_refused(corpus, tmp_path):
+    (tmp_path / "empty").mkdir()
+    config = config_of(corpus, "model=null", f"init_from={tmp_path / 'empty'}")
+    with pytest.raises(UserError, match=r"init_from: .*empty holds neither"):
+        train(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_resumes_without_the_one_it_came_from(finished, corpus, tmp_path):
+    source = Path(shutil.copytree(finished, tmp_path / "source"))
+    config = config_of(
+        corpus, "model=null", "tokenizer=null", f"init_from={source}", "eval.interval=null"
+    )
+    train(config, tmp_path / "next")
+    shutil.rmtree(source)
+    setup = ready(config, tmp_path / "next")
+    assert setup.restored
+    assert setup.state.step == 5
+    assert isinstance(native.load_model(tmp_path / "next"), Laneformer)
+
+
+# Resuming with something changed
+
+
+def test_an_unchanged_run_resumes_without_a_word(run, corpus):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        setup = ready(config_of(corpus), run)
+    assert setup.restored
+    assert setup.state.step == 5
+    counted = (optax.ScaleByAdamState, optax.ScaleByScheduleState)
+    counts = [int(s.count) for s in setup.state.opt_state if isinstance(s, counted)]
+    assert counts == [5, 5]
+    saved = native.read_metadata(native.find(run))["data_state"]
+    assert json.loads(json.dumps(setup.batches.get_state())) == saved
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.overrides.num_hidden_layers=3", "num_hidden_layers: 2 then, 3 now"),
+        ("model.overrides.hidden_size=32", "hidden_size: 16 then, 32 now"),
+        ("model.overrides.broadcast_delay=1", "broadcast_delay: 2 then, 1 now"),
+    ],
+)
+def test_another_model_is_refused(override, message, run, corpus):
+    with pytest.raises(UserError, match=f"belongs to another model .*{message}"):
+        ready(config_of(corpus, override), run)
+
+
+@pytest.mark.parametrize(
+    ("override", "what"),
+    [
+        ("data.sources.b.weight=2", "sources.b"),
+        ("data.sources.a.heldout=0.3", "sources.a"),
+        ("train.seed=1", "seed: 0 then, 1 now"),
+        ("train.seq_len=8", "seq_len: 16 then, 8 now"),
+    ],
+)
+def test_another_mixture_needs_restart_data(override, what, run, corpus):
+    config = config_of(corpus, override)
+    with (
+        pytest.warns(UserWarning, match="resuming with other settings"),
+        pytest.raises(UserError, match=rf"belongs to other data \(.*{what}.*--restart-data"),
+    ):
+        ready(config, run)
+    with pytest.warns(UserWarning, match="resuming with other settings"):
+        setup = ready(config, run, restart_data=True)
+    assert setup.state.step == 5
+    fresh = ready(config, run.parent / "fresh")
+    assert setup.batches.get_state() == fresh.batches.get_state()
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("optimizer.learning_rate=0.02", "optimizer.learning_rate: 0.01 then, 0.02 now"),
+        ("optimizer.clip_norm=null", "optimizer.clip_norm: 1.0 then, None now"),
+        ("train.steps=7", "train.steps: 5 then, 7 now"),
+        ("train.compute_dtype=bfloat16", "train.compute_dtype: float32 then, bfloat16 now"),
+        ("mesh.lane=2", "mesh.lane: 1 then, 2 now"),
+    ],
+)
+def test_other_settings_are_told_and_taken(override, told, run, corpus):
+    with pytest.warns(UserWarning, match="^resuming with other settings: ") as caught:
+        setup = ready(config_of(corpus, override), run)
+    (warned,) = [str(w.message) for w in caught if w.category is UserWarning]
+    assert warned == f"resuming with other settings: {told}"
+    assert setup.state.step == 5
+    saved = native.load_model(run).tok_embeddings.weight[...]
+    now = setup.state.params["tok_embeddings.weight"]
+    np.testing.assert_array_equal(np.asarray(now), np.asarray(saved))
+
+
+def test_another_machine_is_told(run, corpus, monkeypatch):
+    here = native.environment()
+    there = {**here, "device_count": 3, "cpu_affinity": [7]}
+    monkeypatch.setattr(native, "environment", lambda: there)
+    with pytest.warns(UserWarning, match="not bit for bit") as caught:
+        ready(config_of(corpus), run)
+    assert [str(w.message) for w in caught] == [
+        f"resuming, but not bit for bit, since this differs: device_count: {here['device_count']}"
+        f" then, 3 now; cpu_affinity: {here['cpu_affinity']} then, [7] now"
+    ]
+
+
+def test_resume_must_and_never(run, corpus, tmp_path):
+    with pytest.raises(UserError, match="no checkpoint to resume from"):
+        train(config_of(corpus), tmp_path / "new", resume="must")
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(UserError, match="holds checkpoints up to step 5"):
+        train(config_of(corpus), run, resume="never")
+
+
+def test_metadata_says_what_made_it(run, corpus):
+    metadata = native.read_metadata(native.find(run))
+    assert metadata["kind"] == "training"
+    assert metadata["phase"] == "pretrain"
+    assert metadata["step"] == 5
+    assert metadata["run"] == json.loads(json.dumps(settings.to_dict(config_of(corpus))))
