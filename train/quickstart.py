@@ -148,9 +148,8 @@ def _config(phase: str, scale: float, override: str) -> RunConfig:
         "schedule.decay_steps": int(config.schedule.decay_steps * factor),
         "checkpoint.interval": max(1, round(config.checkpoint.interval * factor)),
         "eval.interval": max(1, round((config.eval.interval or steps) * factor)),
+        "eval.batches": max(2, round((config.eval.batches or 1) * min(factor, 1))),
     }
-    if factor == 1:
-        return config
     return settings.load(RunConfig, path, [override, *(f"{k}={v}" for k, v in scaled.items())])
 
 

@@ -88,7 +88,7 @@ def test_generate_reads_a_run(quickstart):
     [
         (("--out", "x", "--scale", "0"), "--scale: 0.0 must be above 0"),
         (("--out", "file"), "--out: file is a file"),
-        (("--ot", "x"), "did you mean '--out'"),
+        (("--out", "x", "--scal", "1"), "did you mean '--scale'"),
     ],
 )
 def test_bad_arguments_are_one_line(tmp_path, args, message):
