@@ -75,7 +75,7 @@ class CheckpointModel:
 
         import decode
 
-        ids, start = self._prompt_ids(prompt)
+        ids, start = self.prompt_ids(prompt)
         ends = prompts.stops(family, self._chat)
         config = self.model.config
         if len(ids) >= config.max_position_embeddings:
@@ -112,7 +112,7 @@ class CheckpointModel:
         padded = -(-length // _BUCKET) * _BUCKET
         return padded if padded + new <= self.model.config.max_position_embeddings else length
 
-    def _prompt_ids(self, prompt: str) -> tuple[list[int], str]:
+    def prompt_ids(self, prompt: str) -> tuple[list[int], str]:
         """Token ids, and the text an answer starts with."""
         if not self._chat:
             text = prompts.completion(prompt)

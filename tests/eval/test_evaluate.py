@@ -222,3 +222,26 @@ def test_stop_strings():
     assert prompts.cut("a\n```\nb", prompts.stops("mbpp", chat=True)) == "a"
     assert prompts.cut("    x\ndef g", prompts.stops("humaneval", chat=False)) == "    x"
     assert prompts.cut("    x\ndef g", prompts.stops("mbpp", chat=False)) is None
+
+
+def test_long_answers_are_whole():
+    text = "x = 1\n" * 5000
+    assert prompts.cut(text + "\nprint(x)", prompts.stops("mbpp", chat=True)) == text
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_prompt_has_one_begin_token(tiny_checkpoint, chat):
+    from eval.models import CheckpointModel
+
+    model = CheckpointModel(str(tiny_checkpoint), chat)
+    ids, start = model.prompt_ids('def f(x):\n    """Add one."""\n')
+    bos = model.tokenizer.bos_id
+    assert ids[0] == bos
+    assert ids.count(bos) == 1
+    told = model.tokenizer.decode(ids)
+    if chat:
+        assert told.endswith(prompts.answer_start())
+        assert prompts.question('def f(x):\n    """Add one."""') in told
+        assert start == ""
+    else:
+        assert told == start == 'def f(x):\n    """Add one."""\n'
