@@ -6,7 +6,7 @@ Shapes: B batch, P prompt length, V vocabulary.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,22 @@ class State(NamedTuple):
     key: jax.Array
 
 
+class Options(TypedDict, total=False):
+    """What both `generate` and `stream` take besides.
+
+    eos_token_id: a row ends with this token, and the call when all rows have; None (default): never.
+    seed: of the draws at a temperature above 0 (default 0).
+    prefill_chunk: prompt tokens per prefill step; None (default): all at once.
+    overflow: when prompt and new tokens exceed `max_position_embeddings`, `refuse` (default) or `cut`
+        the number of new tokens.
+    """
+
+    eos_token_id: int | None
+    seed: int
+    prefill_chunk: int | None
+    overflow: Literal["refuse", "cut"]
+
+
 def generate(
     model: Laneformer,
     prompt_ids: Any,
@@ -49,11 +65,8 @@ def generate(
     temperature: float = 0.0,
     attention_mask: Any = None,
     *,
-    eos_token_id: int | None = None,
-    seed: int = 0,
-    prefill_chunk: int | None = None,
-    overflow: Literal["refuse", "cut"] = "refuse",
     return_logits: bool = False,
+    **options: Unpack[Options],
 ) -> Generation:
     """Continue every prompt by up to `max_new_tokens` tokens.
 
@@ -61,10 +74,8 @@ def generate(
         prompt_ids: int [B, P]. Shorter prompts are padded on the left, and
         attention_mask: int or bool [B, P] is 0 there.
         temperature: 0 takes the likeliest token, above 0 samples.
-        eos_token_id: a row ends with this token, and the call when all rows have; None: never.
-        prefill_chunk: prompt tokens per prefill step; None: all at once.
-        overflow: what happens when prompt and new tokens exceed `max_position_embeddings`.
         return_logits: also return the logits behind every token.
+        options: see `Options`.
 
     Raises:
         UserError: an empty or badly padded prompt, ids outside the vocabulary, no room in the context.
@@ -76,17 +87,14 @@ def generate(
             max_new_tokens,
             temperature,
             attention_mask,
-            eos_token_id,
-            seed,
-            prefill_chunk,
-            overflow,
             return_logits,
+            **options,
         )
     )
-    logits = None
-    if return_logits:
-        logits = np.concatenate([logits for _, logits in bursts], axis=1)
-    return Generation(np.concatenate([tokens for tokens, _ in bursts], axis=1), logits)
+    tokens = np.concatenate([tokens for tokens, _ in bursts], axis=1)
+    if not return_logits:
+        return Generation(tokens)
+    return Generation(tokens, np.concatenate([logits for _, logits in bursts], axis=1))
 
 
 def stream(
@@ -95,25 +103,13 @@ def stream(
     max_new_tokens: int,
     temperature: float = 0.0,
     attention_mask: Any = None,
-    *,
-    eos_token_id: int | None = None,
-    seed: int = 0,
-    prefill_chunk: int | None = None,
-    overflow: Literal["refuse", "cut"] = "refuse",
+    **options: Unpack[Options],
 ) -> Iterator[np.ndarray]:
     """As `generate`, yielding int32 [B, n] as soon as the next n tokens are there."""
-    for tokens, _ in _bursts(
-        model,
-        prompt_ids,
-        max_new_tokens,
-        temperature,
-        attention_mask,
-        eos_token_id,
-        seed,
-        prefill_chunk,
-        overflow,
-        False,
-    ):
+    bursts = _bursts(
+        model, prompt_ids, max_new_tokens, temperature, attention_mask, False, **options
+    )
+    for tokens, _ in bursts:
         yield tokens
 
 
@@ -123,11 +119,12 @@ def _bursts(
     max_new_tokens: int,
     temperature: float,
     attention_mask: Any,
-    eos_token_id: int | None,
-    seed: int,
-    prefill_chunk: int | None,
-    overflow: str,
     return_logits: bool,
+    *,
+    eos_token_id: int | None = None,
+    seed: int = 0,
+    prefill_chunk: int | None = None,
+    overflow: Literal["refuse", "cut"] = "refuse",
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     ids_BP, mask_BP = _checked_prompt(model, prompt_ids, attention_mask)
     new = _room(model, ids_BP.shape[1], max_new_tokens, overflow)
