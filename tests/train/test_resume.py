@@ -163,7 +163,7 @@ def test_ten_kills_and_a_second_resume_change_nothing(corpus, tmp_path):
 def test_other_devices_and_another_affinity_are_warned_of(corpus, tmp_path):
     out, steps = tmp_path / "moved", 2000
     run = Run(corpus, out, steps)
-    run.wait_for_step(6)
+    run.wait(lambda: saved(out) != [])
     run.process.send_signal(signal.SIGTERM)
     # Of two signals the second ends it at once.
     run.process.send_signal(signal.SIGINT)
