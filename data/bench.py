@@ -11,7 +11,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -220,7 +220,7 @@ def _peak_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _stdlib_jsonl(path: Path) -> Callable[[], Iterator[str]] | Any:
+def _stdlib_jsonl(path: Path) -> Iterator[str]:
     """Write the standard library as JSON lines; its texts."""
     root = Path(sysconfig.get_paths()["stdlib"])
     with open(path, "w", encoding="utf-8") as file:

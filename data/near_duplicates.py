@@ -24,10 +24,10 @@ def find_near_duplicates(encoder: Encoder, threshold: float) -> list[int]:
     are kept.
 
     Raises:
-        UserError: `threshold` is not between 0 and 1.
+        UserError: `threshold` is not from 0.1 to 0.95, where 128 permutations can tell.
     """
-    if not 0 < threshold <= 1:
-        raise UserError(f"near_duplicates = {threshold}: must be above 0 and at most 1")
+    if not 0.1 <= threshold <= 0.95:
+        raise UserError(f"near_duplicates = {threshold}: must be from 0.1 to 0.95")
     source = encoder.source
     assert source is not None
     index = MinHashLSH(threshold=threshold, num_perm=_PERMUTATIONS)

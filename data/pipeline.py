@@ -214,6 +214,7 @@ class _BatchIterator(grain.DatasetIterator):
     def __init__(self, plan: _Plan):
         super().__init__()
         self._plan = plan
+        self._shards: dict[int, grain.DatasetIterator] = {}  # closing needs it if opening fails
         self._open(plan.num_shards)
 
     def _open(self, num_shards: int) -> None:

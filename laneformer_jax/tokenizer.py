@@ -378,13 +378,14 @@ def train_tokenizer(
             **_TRAINER_OPTIONS,
         )
     except (RuntimeError, OSError) as error:
-        largest = re.search(r"value <= (\d+)", str(error))
-        if largest is None:
+        reason = str(error)
+        if largest := re.search(r"value <= (\d+)", reason):
+            told = f"the text is too small for it; at most {largest[1]}, or more text"
+        elif fewest := re.search(r"smaller than required_chars\. \d+ vs (\d+)", reason):
+            told = f"the characters of this text alone take {fewest[1]}"
+        else:
             raise
-        raise UserError(
-            f"vocab_size = {vocab_size}: the text is too small for it; at most {largest[1]}, or"
-            " more text"
-        ) from None
+        raise UserError(f"vocab_size = {vocab_size}: {told}") from None
     with atomic_file(target, "wb") as file:
         file.write(model.data)
     return Tokenizer.load(target)

@@ -78,6 +78,8 @@ class _HubStreamIterator(grain.DatasetIterator):
         self._stream, self._epoch, self._row = stream, 0, 0
         self._rows = self._load()
         self._iterator: Any = None
+        # Between loading a state and the next row, `datasets` does not tell the state.
+        self._loaded: str | None = None
 
     def _load(self) -> Any:
         from datasets.distributed import split_dataset_by_node
@@ -100,23 +102,24 @@ class _HubStreamIterator(grain.DatasetIterator):
                         f"source {self._stream.source!r}: the stream is empty"
                     ) from None
                 # A fresh object: a used-up one keeps its place.
-                self._rows, self._iterator = self._load(), None
+                self._rows, self._iterator, self._loaded = self._load(), None, None
                 self._epoch, self._row = self._epoch + 1, 0
                 continue
-            self._row += 1
+            self._row, self._loaded = self._row + 1, None
             return {"record": record, "epoch": self._epoch, "row": self._row - 1}
         raise StopIteration
 
     def get_state(self) -> dict[str, Any]:
-        place = json.dumps(self._rows.state_dict()) if self._iterator is not None else None
+        place = self._loaded
+        if place is None and self._iterator is not None:
+            place = json.dumps(self._rows.state_dict())
         return {"epoch": self._epoch, "row": self._row, "place": place}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         self._epoch, self._row = int(state["epoch"]), int(state["row"])
-        self._rows, self._iterator = self._load(), None
-        if state["place"] is not None:
-            self._rows.load_state_dict(json.loads(state["place"]))
-            self._iterator = iter(self._rows)
+        self._rows, self._iterator, self._loaded = self._load(), None, state["place"]
+        if self._loaded is not None:
+            self._rows.load_state_dict(json.loads(self._loaded))
 
 
 def _load(source: str, config: SourceConfig, streaming: bool) -> Any:
@@ -168,7 +171,7 @@ def _reason(error: Exception, config: SourceConfig) -> str:
     text = " ".join(str(error).split())
     if "Dataset scripts are no longer supported" in text or "trust_remote_code" in text:
         return "needs its own code to be run, which is never done; convert it to Parquet first"
-    if "Unknown split" in text:
+    if "Unknown split" in text or "Bad split" in text:
         return f"split = {config.split!r}: {text}"
     if "BuilderConfig" in text:
         return f"config_name = {config.config_name!r}: {text}"

@@ -242,6 +242,9 @@ def test_training_errors_are_one_line_and_leave_nothing(tmp_path):
         r"vocab_size = 5000: the text is too small for it; at most \d+": lambda: train_tokenizer(
             ["abc abd"], 5000, tmp_path / "t"
         ),
+        r"vocab_size = 270: the characters of this text alone take \d+": lambda: train_tokenizer(
+            ["abcdefghijklmnop"], 270, tmp_path / "t"
+        ),
         r"hold no text": lambda: train_tokenizer([], 700, tmp_path / "t"),
     }.items():
         with pytest.raises(UserError, match=found):
