@@ -20,7 +20,6 @@ from laneformer_jax import Laneformer
 
 ATOL = 1e-4
 OTHERS_QUICK = ("l2_d3_lanehead", "l4_d1_vocab_parallel", "l4_unclamped", "l8_d2_noearly")
-pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
 @pytest.fixture(

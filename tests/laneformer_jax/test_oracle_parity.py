@@ -11,7 +11,6 @@ from shapes import random_tensors, tensor_shapes
 
 ATOL = 1e-4
 ROWS, TOKENS, VOCAB = 2, 10, 24
-pytestmark = pytest.mark.usefixtures("quick_compile")
 
 BASE = {
     "vocab_size": VOCAB,
