@@ -79,6 +79,7 @@ class Grader:
         self._min_seconds = min_seconds
         self._local = threading.local()
         self._judges: list[Process] = []
+        self._live: set[Process] = set()
         self._lock = threading.Lock()
         self._task_locks: dict[str, threading.Lock] = {}
         self._canonical: dict[str, float] = {}
@@ -104,9 +105,13 @@ class Grader:
                         yield from self._finished(running)
                 while running:
                     yield from self._finished(running)
-            finally:
+            except BaseException:  # Ctrl-C waits for no program
                 for future in running:
                     future.cancel()
+                with self._lock:
+                    for process in (*self._live, *self._judges):
+                        process.kill()
+                raise
 
     def _finished(self, running: dict[Future[Verdict], Any]) -> list[tuple[Any, Verdict]]:
         done, _ = wait(running, return_when=FIRST_COMPLETED)
@@ -133,6 +138,8 @@ class Grader:
     def _running(self, program: str, clock: _Clock) -> Iterator[Process]:
         """A process that has loaded `program`; what ends it early becomes a `_Failure`."""
         process = self.sandbox.program(program)
+        with self._lock:
+            self._live.add(process)
         try:
             loaded = _result(process, clock)
             if not loaded.ok:
@@ -143,6 +150,8 @@ class Grader:
         except SandboxError as error:
             raise _Failure("crash", str(error)) from None
         finally:
+            with self._lock:
+                self._live.discard(process)
             process.close()
 
     def _table(

@@ -8,6 +8,7 @@ import secrets
 import select
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -74,6 +75,7 @@ class Process:
         self._began = time.monotonic()
         self._buffer = bytearray()
         self._usage: Usage | None = None
+        self._ending_lock = threading.Lock()
         self._child = subprocess.Popen(
             [*command, "-s", "-P", "-S", "-B", "-c", _BOOT, str(FOLDER)],
             stdin=subprocess.PIPE,
@@ -136,11 +138,18 @@ class Process:
         del self._buffer[: _HEAD + length]
         return Frame(tag, payload)
 
+    def kill(self) -> None:
+        """Kill the process, if it still runs; from any thread. Whoever waits for it is told."""
+        with self._ending_lock:
+            if self._usage is None:
+                os.kill(self._child.pid, signal.SIGKILL)  # ours until it is reaped
+
     def close(self) -> Usage:
         """Kill the process, if it still runs, and say what it used."""
         if self._usage is None:
-            os.kill(self._child.pid, signal.SIGKILL)  # ours until it is reaped
-            self._usage = Usage(time.monotonic() - self._began, self._child.wait())
+            self.kill()
+            with self._ending_lock:
+                self._usage = Usage(time.monotonic() - self._began, self._child.wait())
             for stream in (self._child.stdin, self._child.stdout):
                 assert stream
                 try:

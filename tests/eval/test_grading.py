@@ -1,4 +1,5 @@
 import marshal
+import time
 
 import pytest
 
@@ -217,3 +218,18 @@ def test_a_comparison_that_never_asserts_is_mended(evaldata, sandbox):
             assert grader.grade(broken, broken.canonical).kind == "pass"
             nothing = f"def {broken.entry_point}(x): return None"
             assert grader.grade(broken, nothing).kind == "wrong answer"
+
+
+def test_interrupted_judging_ends_at_once(sandbox):
+    endless = "def f(x):\n  while True: pass"
+    programs = [("a", task(SQUARES), "def f(x): return 0"), ("b", task(SQUARES), endless)]
+
+    def interrupted(grader):
+        for key, _ in grader.grade_many(programs, workers=2):
+            assert key == "a"
+            raise KeyboardInterrupt
+
+    began = time.monotonic()
+    with Grader(sandbox) as grader, pytest.raises(KeyboardInterrupt):
+        interrupted(grader)
+    assert time.monotonic() - began < 30
