@@ -54,6 +54,7 @@ COMMANDS: dict[str, Command] = {
         add_arguments="add_data_arguments",
         run="run_data",
     ),
+    "bench": Command("laneformer_jax.bench", "measure speed on this machine"),
     "info": Command("laneformer_jax.info", "parameters, memory and FLOPs of a model"),
 }
 
