@@ -55,6 +55,8 @@ _TRAINER_OPTIONS: dict[str, Any] = {
     "minloglevel": 2,
 }
 _LINES_PER_SENTENCE = 8
+_WORDS_KNOWN = 1 << 17  # words remembered, some 30 MB
+_WHOLE_BELOW = 16  # characters: shorter texts are not worth cutting
 
 
 class StreamDecoder(Protocol):
@@ -219,7 +221,7 @@ class _SentencePiece:
             self._sp.id_to_piece(i): i for i in range(self.vocab_size) if self._sp.is_control(i)
         }
         mark = [self._sp.piece_to_id(f"<0x{b:02X}>") for b in _LITERAL_SPACE_MARK.encode()]
-        self._mark_ids = np.asarray(mark, np.int32)
+        self._mark_ids = mark
         if not all(self._sp.is_byte(i) for i in mark):
             raise UserError(
                 f"{source}: was trained without byte fallback and cannot encode every text"
@@ -229,14 +231,66 @@ class _SentencePiece:
         return _SentencePiece, (self.data,)
 
     def encode(self, text: str, continues: bool) -> np.ndarray:
-        sp = self._inside if continues else self._sp
         if _LITERAL_SPACE_MARK not in text:
-            return np.asarray(sp.encode(text), np.int32)
+            return np.asarray(self._encode(text, continues), np.int32)
         first, *rest = text.split(_LITERAL_SPACE_MARK)
-        parts = [np.asarray(sp.encode(first), np.int32)] if first else []
+        ids = self._encode(first, continues) if first else []
         for part in rest:
-            parts += [self._mark_ids, np.asarray(self._inside.encode(part), np.int32)]
-        return np.concatenate(parts)
+            ids += self._mark_ids
+            ids += self._encode(part, True)
+        return np.asarray(ids, np.int32)
+
+    def _encode(self, text: str, continues: bool) -> list[int]:
+        """The ids of `text` without U+2581, word by word where the vocabulary allows that.
+
+        Where no piece reaches over a boundary, what stands on either side is encoded by itself, and
+        words come again and again: remembering them is several times as fast as encoding the text.
+        """
+        pattern = self._ascii_words if text.isascii() else self._words
+        if pattern is None or len(text) < _WHOLE_BELOW:
+            return list((self._inside if continues else self._sp).encode(text))
+        ids: list[int] = []
+        known, inside = self._known, self._inside
+        words = pattern.findall(text)
+        if not continues:
+            ids += self._sp.encode(words[0])
+            del words[0]
+        for word in words:
+            found = known.get(word)
+            if found is None:
+                found = tuple(inside.encode(word))
+                if len(known) < _WORDS_KNOWN:
+                    known[word] = found
+            ids += found
+        return ids
+
+    @functools.cached_property
+    def _known(self) -> dict[str, tuple[int, ...]]:
+        return {}
+
+    @functools.cached_property
+    def _words(self) -> re.Pattern[str] | None:
+        """Cuts any text before runs of spaces; None if a piece reaches over such a place."""
+        whole = not any(re.search(r"[^ ] ", piece) for piece in self._pieces)
+        return re.compile(r" *[^ ]+| +") if whole else None
+
+    @functools.cached_property
+    def _ascii_words(self) -> re.Pattern[str] | None:
+        """Cuts ASCII text also between letters and what is none; else as `_words`."""
+        over = re.compile(r"[A-Za-z][^A-Za-z ]|[^A-Za-z ][A-Za-z]")
+        if self._words is None or any(p.isascii() and over.search(p) for p in self._pieces):
+            return self._words
+        return re.compile(r" *(?:[A-Za-z]+|[^A-Za-z ]+)| +")
+
+    @functools.cached_property
+    def _pieces(self) -> list[str]:
+        """The learnt pieces, with spaces for their marks."""
+        sp = self._sp
+        return [
+            sp.id_to_piece(i).replace(_LITERAL_SPACE_MARK, " ")
+            for i in range(self.vocab_size)
+            if not (sp.is_control(i) or sp.is_unknown(i) or sp.is_byte(i))
+        ]
 
     @functools.cached_property
     def _inside(self) -> spm.SentencePieceProcessor:

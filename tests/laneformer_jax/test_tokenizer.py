@@ -124,6 +124,50 @@ def test_any_text_round_trips(loaded, kind, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+@pytest.mark.parametrize("kind", ["ours", "dummy_prefix"])
+@settings(max_examples=400, deadline=None)
+@given(
+    text=st.one_of(
+        st.text(min_size=16, max_size=80),
+        st.text(alphabet="ab_(1é’\n\t \0", min_size=16, max_size=60),
+        st.lists(st.sampled_from(["def f", "(x)", "  ", "\n    ", "é", "x1", " "])).map("".join),
+    )
+)
+def test_word_by_word_is_what_sentencepiece_does(loaded, kind, text):
+    tokenizer = loaded[kind]
+    sp = tokenizer._backend._sp
+    if "\u2581" not in text:
+        assert tokenizer.encode(text) == sp.encode(text)
+
+
+def test_code_is_encoded_as_sentencepiece_does(loaded, corpus):
+    for kind in ("ours", "dummy_prefix"):
+        sp = loaded[kind]._backend._sp
+        for text in corpus[:12]:
+            assert loaded[kind].encode(text) == sp.encode(text)
+
+
+def test_pieces_that_reach_over_spaces_are_encoded_whole(tmp_path):
+    """A model trained without splitting at whitespace has such pieces."""
+    spm.SentencePieceTrainer.train(
+        sentence_iterator=iter(["for i in range of things", "for i in x of range"] * 40),
+        model_prefix=str(tmp_path / "over"),
+        vocab_size=330,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        split_by_whitespace=False,
+        pad_id=-1,
+        minloglevel=2,
+    )
+    tokenizer = Tokenizer.load(tmp_path / "over.model")
+    assert tokenizer._backend._words is None
+    text = "for i in range of things for i in x"
+    assert tokenizer.encode(text) == tokenizer._backend._sp.encode(text)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=200, deadline=None)
 @given(text=texts)
