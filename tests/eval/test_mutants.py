@@ -17,7 +17,11 @@ generator = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(generator)
 
 # (task, mutant): why we differ, and are right.
-DIFFERENCES: dict[tuple[str, int], str] = {}
+DIFFERENCES = {
+    ("HumanEval/32", 0): "`<=` for `<` in the stopping rule is right; EvalPlus 0.3.1 fails every"
+    " program here, its own solution too, since its special case leaves `details` unset",
+    ("HumanEval/130", 2): "right on every input; EvalPlus ran into its limit of 60 s in all",
+}
 
 
 def test_mutants_differ_from_their_source():
