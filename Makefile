@@ -5,8 +5,9 @@ VENV ?= .venv
 PYTHON ?=
 # Where `make quickstart` writes.
 OUT ?= runs/quickstart
-# Two workers: two cores are what a small machine has, and each holds a JAX.
-PYTEST_ARGS ?= -n 2
+# Two workers: two cores are what a small machine has, and each holds a JAX. By file, since a file's
+# tests share what they compile.
+PYTEST_ARGS ?= -n 2 --dist loadfile
 
 # For example --preset 100m --dtype bfloat16; see benchmarks/speed.py.
 BENCH_ARGS ?=

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import builtins
 import functools
 import re
 from collections.abc import Iterable, Mapping
@@ -69,10 +68,12 @@ def base_tasks(rows: Iterable[Mapping[str, Any]]) -> dict[str, Task]:
 def _base_task(row: Mapping[str, Any]) -> Task:
     task_id = f"Mbpp/{row['task_id']}"
     asserts = [_assertion(task_id, source) for source in row["test_list"]]
-    # The outermost call on the left that is not of a builtin, as in `set(f(x)) == …`.
+    # The outermost call on the left of something that the program defines, as in `set(f(x)) == …`;
+    # a program may call its function `sum`.
     calls = [n.func for n in ast.walk(asserts[0].left) if isinstance(n, ast.Call)]
     names = [f.id for f in calls if isinstance(f, ast.Name)]
-    entry = next(name for name in names if not hasattr(builtins, name))
+    defined = {n.name for n in ast.parse(row["code"]).body if isinstance(n, ast.FunctionDef)}
+    entry = next(name for name in names if name in defined)
     return Task(
         task_id,
         prompt(row["text"], row["test_list"][0]),

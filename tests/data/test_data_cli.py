@@ -27,14 +27,14 @@ def mixture(corpora, tmp_path):
 def test_tokenizer_train_and_stats(corpora, mixture, tmp_path, capsys):
     out = str(tmp_path / "tok")
     code = str(corpora / "code")
-    assert main(["tokenizer", "train", code, "--vocab-size", "290", "--out", out]) == 0
-    assert "290 tokens, sha256" in capsys.readouterr().out
-    assert Tokenizer.load(out).vocab_size == 290
+    assert main(["tokenizer", "train", code, "--vocab-size", "300", "--out", out]) == 0
+    assert "300 tokens, sha256" in capsys.readouterr().out
+    assert Tokenizer.load(out).vocab_size == 300
     assert main(["tokenizer", "stats", out, code]) == 0
     shown = capsys.readouterr().out
     assert "documents       40" in shown
     assert "40 of 40 round trips" in shown
-    arguments = ["--config", mixture, "--vocab-size", "290", "--out", str(tmp_path / "two")]
+    arguments = ["--config", mixture, "--vocab-size", "300", "--out", str(tmp_path / "two")]
     assert main(["tokenizer", "train", *arguments]) == 0
 
 

@@ -318,7 +318,8 @@ def test_verify_finds_a_tensor_that_changed_on_its_way(folder, tmp_path, monkeyp
 
 
 _SLOW_IMPORT = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in jobs of a script
 from laneformer_jax import cli
 from laneformer_jax.checkpoint import native
 add = native.Writer.add
