@@ -18,9 +18,9 @@ from laneformer_jax.attention import visibility
 from laneformer_jax.blocks import Context, DecoderLayer, make_norm
 from laneformer_jax.cache import KVCache
 from laneformer_jax.config import ATTENTION, MLP, LaneformerConfig
-from laneformer_jax.errors import UserError
 from laneformer_jax.exchange import LaneExchange, Lanes
 from laneformer_jax.heads import make_head
+from laneformer_jax.inputs import checked
 from laneformer_jax.norms import RMSNorm
 from laneformer_jax.precision import rounded
 from laneformer_jax.sharding import DATA, LANE, check_mesh, parameter_spec
@@ -190,15 +190,11 @@ class Laneformer(nnx.Module):
         With a mesh, B must be divisible by its data axis.
 
         Raises:
-            UserError: more tokens than `max_position_embeddings`.
+            UserError: a shape or dtype other than these, ids outside the vocabulary (not seen under
+                `jax.jit`), more tokens than `max_position_embeddings`.
         """
-        if input_ids.shape[1] > self.config.max_position_embeddings:
-            raise UserError(
-                f"input_ids: {input_ids.shape[1]} tokens exceed max_position_embeddings "
-                f"{self.config.max_position_embeddings}"
-            )
+        inputs = checked(self.config, self.mesh, input_ids, attention_mask, positions, segment_ids)
         graphdef, params = nnx.split(self)
-        inputs = (input_ids, attention_mask, positions, segment_ids)
         return _call(graphdef, params, inputs, self.mesh, return_hidden)
 
     def local_lanes(self) -> Lanes:

@@ -36,7 +36,10 @@ def parameter_spec(path: str, config: LaneformerConfig) -> P:
 
 
 def make_mesh(data: int = 1, lane: int = 1, devices: Iterable[Any] | None = None) -> Mesh:
-    """A `data` × `lane` mesh. Raises UserError when there are not exactly that many devices to hand."""
+    """A `data` × `lane` mesh. Raises UserError when there are fewer devices to hand."""
+    for name, size in ((DATA, data), (LANE, lane)):
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise UserError(f"mesh: {name} {size!r} must be a positive integer")
     devices = list(jax.devices() if devices is None else devices)
     if len(devices) < data * lane:
         raise UserError(
@@ -49,6 +52,8 @@ def make_mesh(data: int = 1, lane: int = 1, devices: Iterable[Any] | None = None
 
 def check_mesh(mesh: Mesh, config: LaneformerConfig) -> None:
     """Raises UserError unless `mesh` has our axes and its lane axis divides the lanes."""
+    if not isinstance(mesh, Mesh):
+        raise UserError(f"mesh: {mesh!r} must be a mesh of `make_mesh`, or None")
     if tuple(mesh.axis_names) != AXES:
         raise UserError(f"mesh: axes {mesh.axis_names} must be {AXES}")
     if config.num_lanes % mesh.shape[LANE]:
