@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from laneformer_jax.errors import UserError, nearest
+from laneformer_jax.files import read_json
 
 ATTENTION, MLP = "attention", "mlp"
 HEAD_TYPES = ("replicate", "lane", "vocab_parallel")
 OWN_SCALES = ("one", "sqrt_lanes")
+_COUNT = "a positive integer below 2**31"  # sizes are int32 on every device
+_MOST_LAYERS = 10_000  # every layer is compiled
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,16 @@ class RopeScaling:
             raise UserError(
                 f"rope_scaling.rope_type: {self.rope_type!r} is not supported; allowed: 'llama3'"
             )
-        if not self.factor >= 1:
+        for name in ("factor", "low_freq_factor", "high_freq_factor"):
+            if not _is_finite(getattr(self, name)):
+                _refuse(f"rope_scaling.{name}", getattr(self, name), "a finite number")
+        if not _is_count(self.original_max_position_embeddings):
+            _refuse(
+                "rope_scaling.original_max_position_embeddings",
+                self.original_max_position_embeddings,
+                _COUNT,
+            )
+        if self.factor < 1:
             raise UserError(f"rope_scaling.factor: {self.factor} must be at least 1")
         if not self.high_freq_factor > self.low_freq_factor > 0:
             raise UserError(
@@ -98,6 +110,8 @@ class LaneformerConfig:
                 object.__setattr__(self, name, tuple(value))
         if isinstance(self.rope_scaling, Mapping):
             object.__setattr__(self, "rope_scaling", _rope_scaling(self.rope_scaling))
+        elif not isinstance(self.rope_scaling, RopeScaling | None):
+            _refuse("rope_scaling", self.rope_scaling, "a mapping with a factor, or null")
         self._check_values()
         self._check_combinations()
 
@@ -106,17 +120,16 @@ class LaneformerConfig:
             "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
             "num_key_value_heads max_position_embeddings num_lanes"
         ).split():
-            value = getattr(self, name)
-            if not _is_int(value) or value < 1:
-                _refuse(name, value, "a positive integer")
+            if not _is_count(getattr(self, name)):
+                _refuse(name, getattr(self, name), _COUNT)
+        if self.num_hidden_layers > _MOST_LAYERS:
+            _refuse("num_hidden_layers", self.num_hidden_layers, f"at most {_MOST_LAYERS}")
         if not _is_int(self.broadcast_delay) or self.broadcast_delay < 1:
             _refuse("broadcast_delay", self.broadcast_delay, "1 layer or more")
         for name in ("norm_eps", "rope_theta", "initializer_range"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-                _refuse(name, value, "a positive number")
-            if not math.isfinite(value):
-                _refuse(name, value, "a finite number")
+            if not _is_finite(value) or value <= 0:
+                _refuse(name, value, "a positive, finite number")
         for name, allowed in (("lm_head_type", HEAD_TYPES), ("final_own_scale", OWN_SCALES)):
             value = getattr(self, name)
             if value not in allowed:
@@ -126,7 +139,7 @@ class LaneformerConfig:
             if f.type is bool and not isinstance(value, bool):
                 _refuse(f.name, value, "true or false")
         for name in ("use_comm", "use_attention_comm", "use_mlp_comm"):
-            if getattr(self, name) not in (None, True, False):
+            if not isinstance(getattr(self, name), bool | None):
                 _refuse(name, getattr(self, name), "true or false")
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             value = getattr(self, name)
@@ -143,7 +156,7 @@ class LaneformerConfig:
                 f"a multiple of num_attention_heads {self.num_attention_heads}, or set head_dim",
             )
         if not _is_int(self.head_size) or self.head_size < 2 or self.head_size % 2:
-            _refuse("head_dim", self.head_size, "even (RoPE rotates pairs)")
+            _refuse("head_dim", self.head_size, "a positive even number (RoPE rotates pairs)")
         if self.num_attention_heads % self.num_key_value_heads:
             _refuse(
                 "num_attention_heads",
@@ -192,7 +205,10 @@ class LaneformerConfig:
                 f"an integer from {-layers} to {layers} (negative: the last layers)",
             )
         for name in ("swa_layers", "unclamped_layers"):
-            for layer in getattr(self, name) or ():
+            listed = getattr(self, name)
+            if not isinstance(listed, tuple | None):
+                _refuse(name, listed, "a list of layer numbers, or null")
+            for layer in listed or ():
                 if not _is_int(layer) or not 0 <= layer < layers:
                     _refuse(name, layer, f"layer numbers from 0 to {layers - 1}")
         if self.swa_layers is not None and self.sliding_window_n_layers:
@@ -282,6 +298,12 @@ class LaneformerConfig:
         for name, value in ours.items():
             if value is None and name not in _NULLABLE:
                 _refuse(name, None, "a value")
+        if not ours:
+            raise UserError(
+                f"holds no field of a Laneformer, such as {', '.join(list(default)[:3])}"
+            )
+        if values.get("hidden_act", "silu") not in ("silu", "swish"):
+            _refuse("hidden_act", values["hidden_act"], "silu")
         unwritten = {k for k in _WRITTEN_WHEN_SET & ours.keys() if ours[k] == default[k]}
         extra = {k: v for k, v in values.items() if k not in ours or k in unwritten}
         return cls(**ours, extra=extra)
@@ -295,12 +317,7 @@ class LaneformerConfig:
         path = Path(path)
         if path.is_dir():
             path /= "config.json"
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-        except ValueError as error:
-            raise UserError(f"{path}: not valid JSON ({error})") from None
+        values = read_json(path)
         if not isinstance(values, dict):
             raise UserError(f"{path}: must hold a JSON object, holds {type(values).__name__}")
         try:
@@ -350,5 +367,19 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _is_count(value: Any) -> bool:
+    return _is_int(value) and 0 < value < 2**31
+
+
+def _is_finite(value: Any) -> bool:
+    """A number that float64 holds; an int beyond its range is not."""
+    try:
+        return not isinstance(value, bool) and math.isfinite(value)
+    except (TypeError, OverflowError):
+        return False
+
+
 def _refuse(name: str, value: Any, allowed: str) -> None:
-    raise UserError(f"{name}: {json.dumps(value, default=str)} is not possible; must be {allowed}")
+    shown = json.dumps(value, default=str)
+    shown = shown if len(shown) <= 80 else f"{shown[:80]}…"
+    raise UserError(f"{name}: {shown} is not possible; must be {allowed}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import shutil
@@ -11,6 +12,25 @@ from pathlib import Path
 from typing import IO, Any
 
 from laneformer_jax.errors import UserError
+
+
+def read_json(path: str | os.PathLike[str]) -> Any:
+    """Plain data of a JSON file. Raises UserError when it cannot be read or is not JSON."""
+    try:
+        return parse_json(Path(path).read_bytes(), str(path))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def parse_json(text: str | bytes, source: str) -> Any:
+    """Plain data of JSON text, UTF-8 if bytes. Raises UserError naming `source`."""
+    try:
+        # Not bytes to json.loads, which guesses at other encodings.
+        return json.loads(text if isinstance(text, str) else text.decode("utf-8"))
+    except RecursionError:
+        raise UserError(f"{source}: not valid JSON (nested too deeply)") from None
+    except ValueError as error:
+        raise UserError(f"{source}: not valid JSON ({error})") from None
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import numpy as np
 import tokenizers
 
 from laneformer_jax.errors import UserError
+from laneformer_jax.files import read_json
 
 SPACE_MARK = "\u2581"
 
@@ -119,13 +120,12 @@ def _without_prefix(stage: Any) -> Any:
 
 
 def _special_names(path: Path) -> dict[str, str]:
-    try:
-        config = json.loads((path.parent / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    file = path.parent / "tokenizer_config.json"
+    if not file.exists():
         return {}
-    except (OSError, ValueError) as error:
-        file = path.parent / "tokenizer_config.json"
-        raise UserError(f"{file}: cannot be read: {error}") from None
+    config = read_json(file)
+    if not isinstance(config, dict):
+        raise UserError(f"{file}: must hold a JSON object, holds {type(config).__name__}")
     names = {}
     for key in ("bos_token", "eos_token"):
         value = config.get(key)

@@ -131,10 +131,6 @@ def _find_start(config: RunConfig, resumed: Path | None) -> _Start | None:
         folder = native.find(path)
         return _Start(folder, True, native.read_config(folder))
     folder = hf.find_folder(path)
-    if not (folder / "config.json").exists():
-        raise UserError(
-            f"init_from: {path} holds neither a complete checkpoint nor a Hugging Face model"
-        )
     return _Start(folder, False, LaneformerConfig.from_json(folder))
 
 

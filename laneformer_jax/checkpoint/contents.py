@@ -1,12 +1,11 @@
 """What a folder holds, told from its JSON files and tensor headers; no tensor is read, JAX is not loaded."""
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from laneformer_jax.checkpoint.tensorfile import INDEX, SINGLE, TensorFolder
-from laneformer_jax.errors import UserError
+from laneformer_jax.files import read_json
 
 METADATA, MANIFEST, CHECKPOINTS = "metadata.json", "MANIFEST.json", "checkpoints"
 TOKENIZERS = ("tokenizer.model", "tokenizer.json")
@@ -96,10 +95,7 @@ def _tokenizer(folder: Path) -> str | None:
 
 
 def _json(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_bytes())
-    except FileNotFoundError:
+    if not file.exists():
         return {}
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file}: cannot be read as JSON ({error})") from None
+    found = read_json(file)
     return found if isinstance(found, dict) else {}

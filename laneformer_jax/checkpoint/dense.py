@@ -21,6 +21,7 @@ from laneformer_jax.checkpoint.sources import EMBEDDING, Params, Source, Specs, 
 from laneformer_jax.checkpoint.tensorfile import TensorFolder, TensorSpec
 from laneformer_jax.config import LaneformerConfig, RopeScaling
 from laneformer_jax.errors import UserError
+from laneformer_jax.files import read_json
 
 FAMILIES = ("llama", "mistral", "qwen3")
 EMBEDDING_NAME = "model.embed_tokens.weight"
@@ -288,8 +289,8 @@ class DenseFolder:
         dtype: np.dtype[Any] | None = None,
         order: list[LayerOrder] | None = None,
     ):
+        values = read_json(folder / "config.json")
         try:
-            values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
             self.config = lane_config(values, lanes, delay)
         except UserError as error:
             raise UserError(f"{folder / 'config.json'}: {error}") from None

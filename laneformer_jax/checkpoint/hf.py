@@ -1,6 +1,7 @@
 """Hugging Face folders in the lane layout: config.json and safetensors under the public names, both ways."""
 
 import json
+import os
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -20,13 +21,15 @@ from laneformer_jax.checkpoint.tensorfile import (
     count_nonfinite,
 )
 from laneformer_jax.config import LaneformerConfig
-from laneformer_jax.errors import UserError
-from laneformer_jax.files import atomic_dir
+from laneformer_jax.errors import UserError, nearest
+from laneformer_jax.files import atomic_dir, read_json
 from laneformer_jax.model import Laneformer, parameter_paths
-from laneformer_jax.sharding import named, parameter_spec
+from laneformer_jax.sharding import check_mesh, named, parameter_spec
 
 ARCHITECTURE, MODEL_TYPE = "LaneformerTPForCausalLM", "laneformer_tp"
 HEAD = "lm_head.weight"
+CONFIG = "config.json"
+PARAMETER_DTYPES = ("float32", "bfloat16", "float16")
 _SHOWN = 8
 # Never code, never pickles: what a Hub repository is asked for.
 DOWNLOADED = (
@@ -65,35 +68,42 @@ def find_folder(path_or_repo: str | Path) -> Path:
     Raises:
         UserError: there is neither; a file where a folder is needed, a pickle above all.
     """
-    folder = Path(path_or_repo)
+    if not isinstance(path_or_repo, str | os.PathLike):
+        raise UserError(f"{path_or_repo!r}: must be the path of a folder, or a Hub repository id")
+    folder, name = Path(path_or_repo), str(path_or_repo)
+    if not name:
+        raise UserError("the path of a model is empty; name a folder or a Hub repository id")
     if folder.is_dir():
+        if not (folder / CONFIG).exists():
+            raise UserError(f"{name}: holds no model (no {CONFIG}){_nearby(folder)}")
         return folder
-    name = str(path_or_repo)
     if folder.exists():
         raise UserError(f"{name}: is a file; a folder with config.json and safetensors is needed")
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise UserError(f"{name}: no such folder")
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(name, allow_patterns=list(DOWNLOADED)))
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
             f"{name}: no such folder, and not to be had from the Hub ({reason})"
         ) from None
 
 
+def _nearby(folder: Path) -> str:
+    """A hint at the models in the folders of `folder`: a quickstart's own folder holds several."""
+    inside = [
+        p for p in sorted(folder.iterdir()) if (p / CONFIG).exists() or (p / "checkpoints").is_dir()
+    ]
+    return f"; did you mean {' or '.join(map(str, inside[:_SHOWN]))}?" if inside else ""
+
+
 def model_type(folder: Path) -> str | None:
     """`model_type` of a folder's config.json; None when that does not say. Raises UserError without one."""
-    path = folder / "config.json"
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    except ValueError as error:
-        raise UserError(f"{path}: not valid JSON ({error})") from None
+    values = read_json(folder / "config.json")
     found = values.get("model_type") if isinstance(values, dict) else None
     return found if isinstance(found, str) else None
 
@@ -120,8 +130,12 @@ def load(path_or_repo: str | Path, dtype: Any = None, mesh: Mesh | None = None) 
         UserError: a config or file that cannot be read; tensors that are missing, extra or of another
             shape, all of them named.
     """
+    if dtype is not None:
+        check_dtype(dtype)
     folder = find_folder(path_or_repo)
     config = read_config(folder)
+    if mesh is not None:
+        check_mesh(mesh, config)
     tensors = TensorFolder(folder)
     model = abstract_model(config)
     params = nnx.state(model)
@@ -146,6 +160,19 @@ def read_tensor(tensors: TensorFolder, name: str, dtype: Any = None) -> np.ndarr
             stacklevel=2,
         )
     return cast(value, dtype, name)
+
+
+def check_dtype(dtype: Any) -> None:
+    """Raises UserError unless parameters can have this dtype."""
+    try:
+        name = str(jnp.dtype(dtype))
+    except TypeError:
+        name = str(dtype)
+    if name not in PARAMETER_DTYPES:
+        raise UserError(
+            f"dtype: {name!r} must be one of {', '.join(PARAMETER_DTYPES)}"
+            f"{nearest(name, PARAMETER_DTYPES)}"
+        )
 
 
 def cast(value: np.ndarray, dtype: Any, name: str) -> np.ndarray:

@@ -31,12 +31,12 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from laneformer_jax.checkpoint.hf import abstract_model
+from laneformer_jax.checkpoint.hf import abstract_model, check_dtype
 from laneformer_jax.config import LaneformerConfig
 from laneformer_jax.errors import UserError
-from laneformer_jax.files import atomic_dir
+from laneformer_jax.files import atomic_dir, parse_json, read_json
 from laneformer_jax.model import Laneformer, parameter_paths
-from laneformer_jax.sharding import named, parameter_spec
+from laneformer_jax.sharding import check_mesh, named, parameter_spec
 
 Params = dict[str, Any]  # dotted parameter path -> array (or its shape)
 
@@ -244,7 +244,7 @@ def problems(folder: str | Path) -> list[str]:
     """What keeps the checkpoint at `folder` from being complete; empty when it is whole."""
     folder = Path(folder)
     try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())["files"]
+        manifest = parse_json((folder / MANIFEST).read_bytes(), MANIFEST)["files"]
         expected = {name: (entry["size"], entry["crc32"]) for name, entry in manifest.items()}
     except FileNotFoundError:
         return [f"{MANIFEST} is missing"]
@@ -321,10 +321,10 @@ def candidates(path: Path) -> list[Path]:
 def read_metadata(path: str | Path) -> dict[str, Any]:
     """metadata.json of one checkpoint folder (see `find`). Raises UserError if unreadable."""
     file = Path(path) / METADATA
-    try:
-        return dict(json.loads(file.read_bytes()))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file}: cannot be read ({error})") from None
+    values = read_json(file)
+    if not isinstance(values, dict):
+        raise UserError(f"{file}: must hold a JSON object, holds {type(values).__name__}")
+    return values
 
 
 def read_config(path: str | Path) -> LaneformerConfig:
@@ -385,8 +385,12 @@ def load_model(path: str | Path, dtype: Any = None, mesh: Mesh | None = None) ->
     Raises:
         UserError: no complete checkpoint there.
     """
+    if dtype is not None:
+        check_dtype(dtype)
     folder = find(path)
     config = read_config(folder)
+    if mesh is not None:
+        check_mesh(mesh, config)
     dtype = read_metadata(folder)["dtype"] if dtype is None else dtype
     params = read_params(folder, abstract_params(config, dtype, mesh))
     return model_of(config, params, mesh)

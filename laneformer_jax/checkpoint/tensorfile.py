@@ -19,6 +19,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from laneformer_jax.errors import UserError
+from laneformer_jax.files import parse_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
@@ -96,7 +97,7 @@ class TensorFolder:
     def _weight_map(self, index: bytes) -> dict[str, Path]:
         where = self.folder / INDEX
         try:
-            named: dict[str, str] = dict(json.loads(index)["weight_map"])
+            named: dict[str, str] = dict(parse_json(index, INDEX)["weight_map"])
         except (ValueError, KeyError, TypeError):
             named = {}
         if not named or not all(isinstance(file, str) for file in named.values()):
