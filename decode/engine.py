@@ -3,6 +3,7 @@
 Shapes: B batch, P prompt length, V vocabulary.
 """
 
+import numbers
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -18,10 +19,13 @@ from jax.sharding import PartitionSpec as Spec
 from laneformer_jax.cache import KVCache
 from laneformer_jax.errors import UserError
 from laneformer_jax.exchange import Lanes
+from laneformer_jax.inputs import as_array
 from laneformer_jax.model import Laneformer, parameter_specs
 from laneformer_jax.sharding import LANE, named
 
 BURST = 16
+# Beyond these, float32 logits divided by the temperature overflow, or all tokens are equally likely.
+COLDEST, HOTTEST = 1e-6, 1e6
 
 
 @dataclass(frozen=True)
@@ -128,10 +132,17 @@ def _bursts(
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     ids_BP, mask_BP = _checked_prompt(model, prompt_ids, attention_mask)
     new = _room(model, ids_BP.shape[1], max_new_tokens, overflow)
-    if not temperature >= 0:
-        raise UserError(f"temperature: {temperature} must be 0 (likeliest token) or above")
-    if prefill_chunk is not None and prefill_chunk < 1:
-        raise UserError(f"prefill_chunk: {prefill_chunk} must be at least 1")
+    if not isinstance(temperature, numbers.Real):
+        raise UserError(f"temperature: {temperature!r} must be a number")
+    if temperature != 0 and not COLDEST <= temperature <= HOTTEST:
+        raise UserError(
+            f"temperature: {temperature} must be 0 (likeliest token) or from {COLDEST} to {HOTTEST}"
+        )
+    _check_int("seed", seed, 0, 2**32 - 1)
+    if eos_token_id is not None:
+        _check_int("eos_token_id", eos_token_id, 0, model.config.vocab_size - 1)
+    if prefill_chunk is not None:
+        _check_int("prefill_chunk", prefill_chunk, 1)
 
     graphdef, params = nnx.split(model)
     run = partial(_run, graphdef, model.mesh)
@@ -160,7 +171,7 @@ def _bursts(
 def _checked_prompt(
     model: Laneformer, prompt_ids: Any, attention_mask: Any
 ) -> tuple[np.ndarray, np.ndarray]:
-    ids = np.asarray(prompt_ids)
+    ids = np.asarray(as_array("prompt_ids", prompt_ids))
     if ids.ndim != 2 or ids.size == 0:
         raise UserError(f"prompt_ids: shape {ids.shape} must be [batch, length], neither of them 0")
     if not np.issubdtype(ids.dtype, np.integer):
@@ -170,7 +181,7 @@ def _checked_prompt(
         raise UserError(f"prompt_ids: ids {ids.min()}…{ids.max()} must lie in 0…{vocab - 1}")
     mask = np.ones(ids.shape, bool)
     if attention_mask is not None:
-        mask = np.asarray(attention_mask).astype(bool)
+        mask = np.asarray(as_array("attention_mask", attention_mask)).astype(bool)
         if mask.shape != ids.shape:
             raise UserError(
                 f"attention_mask: shape {mask.shape} must be that of prompt_ids {ids.shape}"
@@ -180,11 +191,18 @@ def _checked_prompt(
     return ids.astype(np.int32), mask
 
 
+def _check_int(name: str, value: Any, least: int, most: int | None = None) -> None:
+    allowed = f"at least {least}" if most is None else f"from {least} to {most}"
+    if not isinstance(value, int | np.integer) or isinstance(value, bool):
+        raise UserError(f"{name}: {value!r} must be an integer, {allowed}")
+    if value < least or (most is not None and value > most):
+        raise UserError(f"{name}: {value} must be {allowed}")
+
+
 def _room(model: Laneformer, prompt: int, new: int, overflow: str) -> int:
     """New tokens that fit behind the prompt."""
     limit = model.config.max_position_embeddings
-    if new < 1:
-        raise UserError(f"max_new_tokens: {new} must be at least 1")
+    _check_int("max_new_tokens", new, 1)
     if overflow not in ("refuse", "cut"):
         raise UserError(f"overflow: {overflow!r} must be 'refuse' or 'cut'")
     if prompt + new <= limit:

@@ -128,6 +128,18 @@ def test_the_context_is_never_overrun(model):
         (dict(attention_mask=np.ones((2, 2))), "attention_mask: shape"),
         (dict(prompt_ids=[[1, 2]], attention_mask=[[1, 0]]), "on the left"),
         (dict(prefill_chunk=0), "prefill_chunk: 0"),
+        (dict(prefill_chunk=1.5), "prefill_chunk: 1.5 must be an integer"),
+        (dict(prompt_ids=[[1, 2], [1]]), "prompt_ids: rows differ"),
+        (dict(prompt_ids="abc"), "prompt_ids: str"),
+        (dict(max_new_tokens=3.5), "max_new_tokens: 3.5 must be an integer"),
+        (dict(max_new_tokens=True), "max_new_tokens: True must be an integer"),
+        (dict(temperature=float("inf")), "temperature: inf"),
+        (dict(temperature=1e-40), "temperature: 1e-40"),  # 0 in float32
+        (dict(temperature="1"), "temperature: '1' must be a number"),
+        (dict(seed=-1), "seed: -1 must be from 0 to"),
+        (dict(seed=2**70), "seed: "),
+        (dict(eos_token_id=-5), "eos_token_id: -5 must be from 0 to 63"),
+        (dict(eos_token_id=[1, 2]), "eos_token_id: .* must be an integer"),
     ],
 )
 def test_bad_input_is_named(model, change, message):
