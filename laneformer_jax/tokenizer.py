@@ -315,6 +315,8 @@ class _SentencePiece:
 
 
 def _processor(data: bytes, source: str) -> spm.SentencePieceProcessor:
+    if not data:  # which sentencepiece takes for a model that is yet to come
+        raise UserError(f"{source}: is empty, not a sentencepiece model")
     try:
         return spm.SentencePieceProcessor(model_proto=data)
     except (RuntimeError, OSError, ValueError):

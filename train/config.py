@@ -55,6 +55,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         _positive(self, "steps", "batch_size", "seq_len", "accumulate")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed = {self.seed}: must be from 0 to 2**32 - 1")
         if self.batch_size % self.accumulate:
             raise ValueError(
                 f"accumulate = {self.accumulate}: must divide batch_size {self.batch_size}"

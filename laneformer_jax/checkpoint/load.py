@@ -7,6 +7,7 @@ from jax.sharding import Mesh
 
 from laneformer_jax.chat import ChatTemplate
 from laneformer_jax.checkpoint import hf, native
+from laneformer_jax.errors import UserError
 from laneformer_jax.model import Laneformer
 from laneformer_jax.tokenizer import Tokenizer
 
@@ -37,4 +38,10 @@ def load_checkpoint(path: str | Path, dtype: Any = None, mesh: Mesh | None = Non
         model = hf.load(folder, dtype=dtype, mesh=mesh)
     template = folder / CHAT_TEMPLATE
     chat = ChatTemplate.load(template) if template.exists() else ChatTemplate()
-    return Loaded(model, Tokenizer.load(folder), chat)
+    tokenizer = Tokenizer.load(folder)
+    if tokenizer.vocab_size > model.config.vocab_size:
+        raise UserError(
+            f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, more than the model's"
+            f" vocab_size {model.config.vocab_size}: it belongs to another model"
+        )
+    return Loaded(model, tokenizer, chat)

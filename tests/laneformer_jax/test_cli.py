@@ -232,3 +232,25 @@ def _closed_pipe():
     read, write = os.pipe()
     os.close(read)
     return os.fdopen(write, "w")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(28, "No space left on device"), "No space left on device"),
+        (
+            ValueError(
+                'RESOURCE_EXHAUSTED: Error writing local file "/x/y": Failed to write 9 bytes: '
+                "No space left on device [os_error_code='28']"
+            ),
+            "/x/y: No space left on device",
+        ),
+    ],
+)
+def test_a_full_disk_is_one_line(monkeypatch, capsys, error, said):
+    def dispatch(argv):
+        raise error
+
+    monkeypatch.setattr(cli, "_dispatch", dispatch)
+    assert cli.main(["import"]) == cli.EXIT_USER_ERROR
+    assert capsys.readouterr().err.startswith(f"error: {said}")
