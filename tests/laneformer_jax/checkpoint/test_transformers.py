@@ -79,7 +79,11 @@ def test_an_exported_config_reads_as_the_class_it_names(tmp_path):
         kind = {"llama": "Llama", "mistral": "Mistral", "qwen3": "Qwen3"}[config["model_type"]]
         assert type(ours).__name__ == f"{kind}Config"
         theirs = type(ours)(**{k: v for k, v in config.items() if k != "model_type"})
-        for key in ("head_dim", "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings"):
+        # Null means hidden_size / heads; the export spells it out.
+        assert ours.head_dim == (
+            theirs.head_dim or theirs.hidden_size // theirs.num_attention_heads
+        )
+        for key in ("num_key_value_heads", "rms_norm_eps", "tie_word_embeddings"):
             assert getattr(ours, key) == getattr(theirs, key), (family, key)
         assert getattr(ours, "layer_types", None) == getattr(theirs, "layer_types", None)
         assert json.loads((folder / "config.json").read_text())["architectures"] == [
