@@ -17,6 +17,7 @@ import jax
 from laneformer_jax import costs, settings
 from laneformer_jax.checkpoint import native
 from laneformer_jax.checkpoint.training import TrainingCheckpoints
+from laneformer_jax.checkpoint.workplace import claim
 from laneformer_jax.errors import UserError
 from laneformer_jax.files import atomic_file
 from laneformer_jax.progress import progress
@@ -69,9 +70,19 @@ def train(
         restart_data: on resume start the data afresh, which allows another mixture.
 
     Raises:
-        UserError: what the config names cannot be had, or `resume` does not fit what is in `out`.
+        UserError: what the config names cannot be had, `resume` does not fit what is in `out`, or
+            another process is training there.
     """
     out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        with claim(out):
+            return _train(config, out, resume, restart_data)
+    except BlockingIOError:
+        raise UserError(f"{out}: another process is training in this folder") from None
+
+
+def _train(config: RunConfig, out: Path, resume: Resume, restart_data: bool) -> Result:
     checkpoints = TrainingCheckpoints(
         out / native.CHECKPOINTS, config.checkpoint.keep, config.checkpoint.keep_every
     )

@@ -104,6 +104,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--scale: {args.scale} must be above 0 and at most 1000")
     if args.out.exists() and not args.out.is_dir():
         raise UserError(f"--out: {args.out} is a file; name a folder")
+    args.out.mkdir(parents=True, exist_ok=True)  # what cannot be written is told before the work
     from train import report
 
     story = Story()

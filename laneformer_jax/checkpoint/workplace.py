@@ -1,4 +1,4 @@
-"""Temporary folders that outlive a killed conversion no longer than the next one."""
+"""Folders that one process at a time works in: a run's, and the temporary ones of a conversion."""
 
 import fcntl
 import os
@@ -10,7 +10,11 @@ from pathlib import Path
 
 @contextmanager
 def claim(folder: Path) -> Iterator[None]:
-    """Hold a lock on a temporary folder for the block; the system drops it with the process."""
+    """Hold a lock on a folder for the block; the system drops it with the process.
+
+    Raises:
+        BlockingIOError: another process holds it.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

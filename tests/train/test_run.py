@@ -14,6 +14,7 @@ import pytest
 from laneformer_jax import settings
 from laneformer_jax.checkpoint import native
 from laneformer_jax.checkpoint.training import TrainingCheckpoints
+from laneformer_jax.checkpoint.workplace import claim
 from laneformer_jax.errors import UserError
 from laneformer_jax.model import Laneformer
 from train import RunConfig, loop
@@ -279,3 +280,13 @@ def test_metadata_says_what_made_it(run, corpus):
     assert metadata["phase"] == "pretrain"
     assert metadata["step"] == 5
     assert metadata["run"] == json.loads(json.dumps(settings.to_dict(config_of(corpus))))
+
+
+def test_two_processes_do_not_train_in_one_folder(corpus, tmp_path):
+    tmp_path.joinpath("run").mkdir()
+    with (
+        claim(tmp_path / "run"),
+        pytest.raises(UserError, match="another process is training in this folder"),
+    ):
+        train(config_of(corpus), tmp_path / "run")
+    assert list(tmp_path.joinpath("run").iterdir()) == []
