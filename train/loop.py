@@ -74,12 +74,16 @@ def train(
             another process is training there.
     """
     out = Path(out)
+    new = not out.exists()
     out.mkdir(parents=True, exist_ok=True)
     try:
         with claim(out):
             return _train(config, out, resume, restart_data)
     except BlockingIOError:
         raise UserError(f"{out}: another process is training in this folder") from None
+    finally:
+        if new and not any(out.iterdir()):  # nothing began
+            out.rmdir()
 
 
 def _train(config: RunConfig, out: Path, resume: Resume, restart_data: bool) -> Result:
