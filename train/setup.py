@@ -127,11 +127,14 @@ def _find_start(config: RunConfig, resumed: Path | None) -> _Start | None:
         return _Start(resumed, True, native.read_config(resumed))
     if path is None:
         return None
-    if native.is_native(path):
-        folder = native.find(path)
-        return _Start(folder, True, native.read_config(folder))
-    folder = hf.find_folder(path)
-    return _Start(folder, False, LaneformerConfig.from_json(folder))
+    try:
+        if native.is_native(path):
+            folder = native.find(path)
+            return _Start(folder, True, native.read_config(folder))
+        folder = hf.find_folder(path)
+        return _Start(folder, False, LaneformerConfig.from_json(folder))
+    except UserError as error:
+        raise UserError(f"init_from: {error}") from None
 
 
 def _model_config(config: RunConfig, start: _Start | None) -> LaneformerConfig:

@@ -19,7 +19,6 @@ from decode import generate
 from laneformer_jax import LaneformerConfig
 from laneformer_jax.cache import KVCache
 
-
 W = 6
 TOKENS, SLOTS = 2 * W + 3, 2 * W + 7
 EDGES = (W - 1, W, W + 1, 2 * W)

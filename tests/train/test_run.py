@@ -163,7 +163,7 @@ def test_a_phase_starts_from_parameters_only(kind, finished, corpus, tmp_path):
 def test_a_folder_without_a_model_is_refused(corpus, tmp_path):
     (tmp_path / "empty").mkdir()
     config = config_of(corpus, "model=null", f"init_from={tmp_path / 'empty'}")
-    with pytest.raises(UserError, match=r"init_from: .*empty holds neither"):
+    with pytest.raises(UserError, match=r"init_from: .*empty: holds no model"):
         train(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
