@@ -13,7 +13,7 @@ from data.config import DataConfig
 from data.documents import SKIP_REASONS
 from data.evaluation import once
 from data.pipeline import closing, open_encoders
-from data.sources.opening import Subset
+from data.sources.subset import Subset
 from laneformer_jax.files import atomic_file
 from laneformer_jax.progress import progress
 from laneformer_jax.tokenizer import Tokenizer

@@ -12,6 +12,7 @@ import numpy as np
 from data.config import SourceConfig
 from data.sources import BadDocument, Record
 from data.sources.files import expand, file_revision, utf8
+from data.sources.names import hash_rows
 from laneformer_jax.errors import UserError
 
 
@@ -69,7 +70,6 @@ class ArrayRecords:
         return record
 
     def name_hashes(self) -> np.ndarray:
-        from data.sources.opening import hash_rows
 
         starts = [0, *self._ends[:-1]]
         parts = [

@@ -13,6 +13,7 @@ import numpy as np
 
 from data.config import SourceConfig
 from data.sources import BadDocument, Record
+from data.sources.names import hash_names
 from laneformer_jax.errors import UserError
 
 _SKIPPED_FOLDERS = frozenset({".git", ".hg", ".svn", "__pycache__", "node_modules", ".venv"})
@@ -56,8 +57,6 @@ class TextFiles:
         return {"text": utf8(data, path)}
 
     def name_hashes(self) -> np.ndarray:
-        from data.sources.opening import hash_names
-
         return hash_names([name for _, name in self._files])
 
     def revision(self) -> dict[str, Any]:

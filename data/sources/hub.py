@@ -12,6 +12,7 @@ import numpy as np
 
 from data.config import SourceConfig
 from data.sources import Record
+from data.sources.names import hash_rows
 from laneformer_jax.errors import UserError, nearest
 
 
@@ -44,8 +45,6 @@ class HubRows:
         return f"{self._name}, row {index}"
 
     def name_hashes(self) -> np.ndarray:
-        from data.sources.opening import hash_rows
-
         return hash_rows(self._name, np.arange(len(self)))
 
     def revision(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import numpy as np
 from data.config import SourceConfig
 from data.sources import BadDocument, Record
 from data.sources.files import expand, file_revision, utf8
+from data.sources.names import hash_rows
 from laneformer_jax.errors import UserError
 from laneformer_jax.files import atomic_file
 
@@ -81,7 +82,6 @@ class JsonLines:
         return record
 
     def name_hashes(self) -> np.ndarray:
-        from data.sources.opening import hash_rows
 
         parts = [
             hash_rows(os.path.basename(name), rows)

@@ -11,41 +11,12 @@ from typing import Any
 import numpy as np
 
 from data.config import SourceConfig
-from data.sources import BadDocument, Record, Source, Split
+from data.sources import BadDocument, Source, Split
+from data.sources.pieces import Pieces
+from data.sources.subset import Subset
 from data.sources.tokenized import TokenizedSource
 from laneformer_jax.errors import UserError
 from laneformer_jax.files import atomic_file
-
-
-class Subset:
-    """Some documents of a source.
-
-    Attributes:
-        duplicates: how many documents of the split were left out as repeats.
-    """
-
-    def __init__(self, source: Source, indices: np.ndarray, duplicates: int = 0):
-        self._source, self._indices, self.duplicates = source, indices, duplicates
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    def __getitem__(self, index: int) -> Record:
-        return self._source[int(self._indices[index])]
-
-    def where(self, index: int) -> str:
-        return self._source.where(int(self._indices[index]))
-
-    def name_hashes(self) -> np.ndarray:
-        return self._source.name_hashes()[self._indices]
-
-    def revision(self) -> dict[str, Any]:
-        return self._source.revision()
-
-    def check_tokenizer(self, sha256: str, source: str) -> None:
-        """Raises UserError when the documents are token ids of another tokenizer."""
-        if isinstance(self._source, TokenizedSource):
-            self._source.check_tokenizer(sha256, source)
 
 
 def open_source(
@@ -83,8 +54,6 @@ def open_source(
     subset = Subset(source, indices, found - len(indices))
     if config.piece_bytes is None:
         return subset
-    from data.sources.pieces import Pieces
-
     return Pieces(subset, config.piece_bytes)
 
 
@@ -114,26 +83,6 @@ def _open(name: str, config: SourceConfig, cache_dir: str | None) -> Source:
     from data.sources.stdlib import StdlibPairs
 
     return StdlibPairs.cut(config)
-
-
-def hash_names(names: list[str]) -> np.ndarray:
-    """uint64 [len]: depends on nothing but each name."""
-    digests = [
-        hashlib.blake2b(n.encode("utf-8", "surrogateescape"), digest_size=8).digest() for n in names
-    ]
-    return np.frombuffer(b"".join(digests), dtype=">u8").astype(np.uint64)
-
-
-def hash_rows(name: str, rows: np.ndarray) -> np.ndarray:
-    """uint64 like `rows`: of each row number of the file or dataset called `name`."""
-    with np.errstate(over="ignore"):
-        z = hash_names([name]) + (rows.astype(np.uint64) + np.uint64(1)) * np.uint64(
-            0x9E3779B97F4A7C15
-        )
-        # The finaliser of splitmix64: neighbouring rows get unrelated hashes.
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return z ^ (z >> np.uint64(31))
 
 
 def text_hash(record: Mapping[str, Any], config: SourceConfig) -> bytes:

@@ -9,7 +9,7 @@ import numpy as np
 
 from data.sources import BadDocument, Record
 from data.sources.files import utf8
-from data.sources.opening import Subset
+from data.sources.subset import Subset
 
 
 class Pieces(Subset):

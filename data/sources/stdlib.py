@@ -17,6 +17,7 @@ import numpy as np
 from data.config import SourceConfig
 from data.sources import Record
 from data.sources.files import TextFiles, walk
+from data.sources.names import hash_names
 from laneformer_jax.errors import UserError
 
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages"})
@@ -67,8 +68,6 @@ class StdlibPairs:
         }
 
     def name_hashes(self) -> np.ndarray:
-        from data.sources.opening import hash_names
-
         return hash_names([name for name, _, _, _ in self._pairs])
 
     def revision(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from data.sources import Record
+from data.sources.names import hash_rows
 from laneformer_jax.errors import UserError
 
 MANIFEST = "manifest.json"
@@ -109,8 +110,6 @@ class TokenizedSource:
         return self._arrays[key]
 
     def name_hashes(self) -> np.ndarray:
-        from data.sources.opening import hash_rows
-
         return hash_rows("tokenized", np.arange(len(self)))
 
     def revision(self) -> dict[str, Any]:

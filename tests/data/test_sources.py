@@ -12,7 +12,8 @@ from batch_rows import write_jsonl
 
 from data.config import DataConfig, SourceConfig
 from data.sources import BadDocument
-from data.sources.opening import hash_rows, open_source
+from data.sources.names import hash_rows
+from data.sources.opening import open_source
 from laneformer_jax import settings
 from laneformer_jax.errors import UserError
 
