@@ -101,7 +101,7 @@ def f(x):
     "data files": """
 import glob
 def f(x):
-  for pattern in ('/*', '/work/*', '/home/*', '/root/*', '/tmp/*', './*', '../*'):
+  for pattern in ('/*', '/srv/*', '/home/*', '/root/*', '/tmp/*', './*', '../*'):
     for path in glob.glob(pattern): tell(path)
   return open('/etc/passwd').read()
 """,
