@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         ids = chat.encode(message, tokenizer, add_generation_prompt=True).ids.tolist()
     else:
         ids = tokenizer.encode(text, bos=True)
-    if len(ids) == (0 if args.chat else 1) and not text:
+    if not text and not args.chat:
         raise UserError("prompt: is empty; give --prompt, --file or text on standard input")
     stops = set() if args.ignore_eos else {tokenizer.eos_id}
 
