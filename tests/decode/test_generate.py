@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 import decode
-from decode import engine
+from decode import batch
 from laneformer_jax import Laneformer
 from laneformer_jax.errors import UserError
 from laneformer_jax.presets import preset
@@ -83,7 +83,7 @@ def test_lanes_over_devices_equal_one_device(head):
 
 def test_burst_length_changes_nothing(model, monkeypatch):
     whole = decode.generate(model, PROMPT, NEW, 0.8, seed=5).tokens
-    monkeypatch.setattr(engine, "BURST", 3)
+    monkeypatch.setattr(batch, "BURST", 3)
     assert decode.generate(model, PROMPT, NEW, 0.8, seed=5).tokens.tolist() == whole.tolist()
     streamed = np.concatenate(list(decode.stream(model, PROMPT, NEW, 0.8, seed=5)), axis=1)
     assert streamed.tolist() == whole.tolist()
@@ -103,7 +103,7 @@ def test_a_row_ends_with_its_end_token(model, reference):
     out = decode.generate(model, PROMPT, NEW, eos_token_id=end).tokens[0].tolist()
     assert out[: first + 1] == tokens[: first + 1]
     assert set(out[first:]) == {end}
-    assert len(out) == engine.BURST  # and the call ends with the burst in which all rows did
+    assert len(out) == batch.BURST  # and the call ends with the burst in which all rows did
 
 
 def test_the_context_is_never_overrun(model):
@@ -148,5 +148,5 @@ def test_bad_input_is_named(model, change, message):
 
 
 def test_the_cache_is_the_memory_the_shape_says(model):
-    state = engine._initial_state(model, 2, 10, jax.random.key(0))
+    state = batch._initial_state(model, 2, 10, jax.random.key(0))
     assert {k.shape for k in (*state.cache.keys, *state.cache.values)} == {(8, 2, 10, 1, 4)}
