@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,10 +13,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+_PR_SET_PDEATHSIG = 1
+_NICE = 10  # training's own threads come first
+
+
+def check_suites(suites: Sequence[str]) -> None:
+    """Whether these are suites that can be evaluated.
+
+    Raises:
+        UserError: an unknown name, or `ppl` without text.
+    """
+    from eval.run import parse_suite
+
+    for suite in suites:
+        parse_suite(suite, None)
+
 
 @dataclass
 class BackgroundEvaluation:
-    """`laneformer evaluate` of one checkpoint in a process of its own.
+    """`laneformer evaluate` of one checkpoint in a process of its own, which dies with this one.
 
     Args:
         checkpoint: a complete checkpoint; it must not be removed while this runs.
@@ -36,7 +53,8 @@ class BackgroundEvaluation:
 
     def __post_init__(self) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "laneformer_jax", "evaluate", str(self.checkpoint)]
+        command = [sys.executable, "-m", "eval.inloop", str(os.getpid())]
+        command += ["evaluate", str(self.checkpoint)]
         for suite in self.suites:
             command += ["--suite", suite]
         if self.limit is not None:
@@ -69,7 +87,7 @@ class BackgroundEvaluation:
         code = self._process.wait(timeout)
         if code:
             log = (self.out / "log.txt").read_text(encoding="utf-8", errors="replace")
-            raise RuntimeError(f"evaluation of {self.checkpoint} failed ({code}): {log[-2000:]}")
+            raise RuntimeError(f"evaluation of {self.checkpoint} failed ({code}):\n{log[-2000:]}")
         return flat(json.loads((self.out / "results.json").read_text(encoding="utf-8")))
 
     def stop(self) -> None:
@@ -91,3 +109,18 @@ def flat(results: Mapping[str, Any]) -> dict[str, float]:
         for name in ("perplexity", "bits_per_byte"):
             found[f"ppl/{name}"] = float(results["perplexity"][name])
     return found
+
+
+def main(parent: int, arguments: list[str]) -> int:
+    """The process itself: the command line, ended when `parent` ends however that happens."""
+    from laneformer_jax.cli import main as command_line
+
+    os.nice(_NICE)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        return 1  # it ended before we asked
+    return command_line(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))

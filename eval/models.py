@@ -98,7 +98,8 @@ class CheckpointModel:
                 if token == self.tokenizer.eos_id:
                     return Answer(start + text + stream.flush(), "stop", count)
                 count += 1
-                piece = stream.push(token)
+                # A model may have more ids than its tokenizer; they have no text.
+                piece = stream.push(token) if token < self.tokenizer.vocab_size else ""
                 # A stop string may begin in what was already there.
                 begin = max(0, len(text) - longest)
                 text += piece

@@ -190,6 +190,35 @@ class EvalConfig:
 
 
 @dataclass(frozen=True)
+class BenchmarksConfig:
+    """Benchmarks of saved checkpoints, in a process beside training (`eval.inloop`).
+
+    The checkpoint is asked through its chat template in phase sft, else to continue the prompt. An
+    evaluation that falls due while the one before it still runs is left out.
+
+    Attributes:
+        interval: updates between two, and one at the end; a checkpoint is saved for each. null: none.
+        suites: as `laneformer evaluate --suite`, such as `humaneval+`, `mbpp+=PATH`, `ppl=PATH`.
+        limit: first tasks (documents) of each suite; null: all.
+        max_new_tokens: longest answer.
+        environment: variables of the process; by default it leaves the accelerator to training.
+    """
+
+    interval: int | None = None
+    suites: list[str] = field(default_factory=lambda: ["humaneval+"])
+    limit: int | None = 20
+    max_new_tokens: int = 768
+    environment: dict[str, str] = field(default_factory=lambda: {"JAX_PLATFORMS": "cpu"})
+
+    def __post_init__(self) -> None:
+        _positive(self, "interval", "limit", "max_new_tokens")
+        if self.interval is not None:
+            from eval.inloop import check_suites
+
+            check_suites(self.suites)
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """One phase of training.
 
@@ -213,6 +242,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    benchmarks: BenchmarksConfig = field(default_factory=BenchmarksConfig)
 
     def __post_init__(self) -> None:
         if self.model is None and self.init_from is None:

@@ -22,6 +22,7 @@ from laneformer_jax.errors import UserError
 from laneformer_jax.files import atomic_file
 from laneformer_jax.progress import progress
 from train.batches import Feed, place
+from train.benchmarks import Benchmarks
 from train.config import RunConfig
 from train.metrics import MetricsWriter
 from train.setup import Setup, prepare
@@ -59,8 +60,9 @@ def train(
 ) -> Result:
     """Train one phase into the folder `out`.
 
-    Leaves there: `config.yaml` (resolved), `metrics.jsonl`, `checkpoints/<step>/`. A run that was
-    killed continues bit for bit on the same JAX, devices and CPU affinity.
+    Leaves there: `config.yaml` (resolved), `metrics.jsonl`, `checkpoints/<step>/`, and with
+    benchmarks `evaluations/<step>/`. A run that was killed continues bit for bit on the same JAX,
+    devices and CPU affinity.
 
     Args:
         config: the run.
@@ -126,6 +128,7 @@ class _Loop:
         self._step = int(setup.state.step)
         self._saved = self._step if setup.restored else None
         self._metrics = MetricsWriter(config, out, self._step)
+        self._benchmarks = Benchmarks(config, out, checkpoints, self._metrics, self._step)
         self._feed = Feed(setup.batches, setup.plan.batch_sharding())
         self._pending: tuple[int, Metrics] | None = None
         self._clock = _Clock()
@@ -153,9 +156,11 @@ class _Loop:
                 if self._eval_due():
                     self._report()
                     self._evaluate()
-                if self._step % self._config.checkpoint.interval == 0 and not self._stop:
+                if self._save_due() and not self._stop:
                     self._report()  # a kill right after the save must not cost this line
                     self._save()
+                    self._benchmarks.saved(self._step)
+                self._benchmarks.poll()
             self._report()
         if self._step < steps and not self._stop:
             warnings.warn(
@@ -166,12 +171,15 @@ class _Loop:
                 self._evaluate()
         self._save()
         self._checkpoints.wait()
+        if not self._stop:
+            self._benchmarks.finish(self._step, self._stop)
         code = self._stop.exit_code if self._stop and self._step < steps else 0
         if code:
             print(f"saved step {self._step} in {self._out}; run again to go on", file=sys.stderr)
         return Result(self._out, self._step, self._loss, self._eval_loss, code)
 
     def close(self) -> None:
+        self._benchmarks.close()
         self._feed.close()
         self._metrics.close()
         self._checkpoints.close()
@@ -235,6 +243,10 @@ class _Loop:
                 "eval_weight": weight,
             }
         )
+
+    def _save_due(self) -> bool:
+        every = self._config.checkpoint.interval
+        return self._step % every == 0 or self._benchmarks.due(self._step)
 
     def _save(self) -> None:
         if self._saved == self._step:

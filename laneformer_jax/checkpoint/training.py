@@ -2,7 +2,7 @@
 
 import functools
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,16 @@ class Restored:
     metadata: dict[str, Any]
 
 
+class _Held:
+    """A preservation policy: the steps of a set that changes."""
+
+    def __init__(self, steps: set[int]):
+        self._steps = steps
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
+        return [checkpoint.step in self._steps for checkpoint in checkpoints]
+
+
 class TrainingCheckpoints:
     """The numbered checkpoints of one run, over orbax's CheckpointManager.
 
@@ -38,13 +48,17 @@ class TrainingCheckpoints:
         folder: where the numbered folders go; made when missing.
         keep: how many of the newest stay.
         keep_every: steps whose multiples stay for good; None: none.
+
+    Attributes:
+        held: steps that stay as long as they are in here.
     """
 
     def __init__(self, folder: str | Path, keep: int = 2, keep_every: int | None = None):
         self.folder = Path(folder).resolve()
+        self.held: set[int] = set()
         self._files: dict[str, bytes] = {}
         self._saving: int | None = None
-        policies: list[Any] = [keep_policy.LatestN(keep)]
+        policies: list[Any] = [keep_policy.LatestN(keep), _Held(self.held)]
         if keep_every:
             policies.append(keep_policy.EveryNSteps(keep_every))
         self._options = ocp.CheckpointManagerOptions(

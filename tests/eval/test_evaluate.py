@@ -229,6 +229,21 @@ def test_long_answers_are_whole():
     assert prompts.cut(text + "\nprint(x)", prompts.stops("mbpp", chat=True)) == text
 
 
+def test_ids_that_the_tokenizer_does_not_know_have_no_text(tiny_checkpoint, monkeypatch):
+    """A vocabulary may be padded, and an untrained model draws from all of it."""
+    import numpy as np
+
+    import decode
+    from eval.models import CheckpointModel, Sampling
+
+    model = CheckpointModel(str(tiny_checkpoint), chat=False)
+    a, b = (model.tokenizer.encode(text)[-1] for text in "ab")
+    burst = np.asarray([[a, model.tokenizer.vocab_size, b, 10**6]], np.int32)
+    monkeypatch.setattr(decode, "stream", lambda *_, **__: iter([burst]))
+    got = model.answer("x", "humaneval", Sampling(), 0)
+    assert (got.text, got.tokens) == ("x\nab", 4)
+
+
 @pytest.mark.parametrize("chat", [False, True])
 def test_prompt_has_one_begin_token(tiny_checkpoint, chat):
     from eval.models import CheckpointModel
