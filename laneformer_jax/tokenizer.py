@@ -80,6 +80,7 @@ class _Backend(Protocol):
     def encode(self, text: str, continues: bool) -> np.ndarray: ...
     def decode(self, ids: list[int]) -> str: ...
     def piece(self, token_id: int) -> str: ...
+    def token_bytes(self, token_id: int) -> bytes: ...
     def stream(self) -> StreamDecoder: ...
 
 
@@ -177,6 +178,10 @@ class Tokenizer:
     def piece(self, token_id: int) -> str:
         """The vocabulary entry of an id, as the tokenizer file spells it (`▁def`, `<0x0A>`)."""
         return self._backend.piece(self._checked(token_id))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token adds to a text, in UTF-8; part of a character for some. A control token's name."""
+        return self._backend.token_bytes(self._checked(token_id))
 
     def _checked(self, token_id: int) -> int:
         token_id = int(token_id)
@@ -309,6 +314,11 @@ class _SentencePiece:
 
     def piece(self, token_id: int) -> str:
         return str(self._sp.id_to_piece(token_id))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        if self._sp.is_byte(token_id):
+            return bytes.fromhex(self.piece(token_id)[3:5])
+        return self.piece(token_id).replace(_LITERAL_SPACE_MARK, " ").encode()
 
     def stream(self) -> StreamDecoder:
         return _SentencePieceStream(self._sp)

@@ -40,6 +40,7 @@ class JsonBackend:
             raise UserError(f"{path}: is not a tokenizer.json: {error}") from None
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         added = self._tokenizer.get_added_tokens_decoder()
+        self._added = frozenset(added)
         self.control_ids = {token.content: i for i, token in added.items() if token.special}
         self._names = _special_names(path) if names is None else names
         self.bos_id = self._special("bos_token", _BOS_NAMES)
@@ -89,8 +90,28 @@ class JsonBackend:
     def piece(self, token_id: int) -> str:
         return str(self._tokenizer.id_to_token(token_id) or "")
 
+    def token_bytes(self, token_id: int) -> bytes:
+        piece = self.piece(token_id)
+        if b'"ByteLevel"' in self.data:
+            known = _byte_characters()
+            if token_id not in self._added and all(c in known for c in piece):
+                return bytes(known[c] for c in piece)
+            return piece.encode()
+        if _BYTE_PIECE.fullmatch(piece):
+            return bytes.fromhex(piece[3:5])
+        return piece.replace(SPACE_MARK, " ").encode()
+
     def stream(self) -> _JsonStream:
         return _JsonStream(self)
+
+
+@functools.cache
+def _byte_characters() -> dict[str, int]:
+    """The characters that stand for bytes in byte-level vocabularies: printable ones of Latin-1 for
+    themselves, the others numbered from U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
 
 
 def _loaded(data: bytes) -> tokenizers.Tokenizer:

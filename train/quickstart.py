@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from train.config import RunConfig
@@ -224,14 +224,11 @@ def _sample(out: Path, story: Story) -> None:
     from laneformer_jax.checkpoint.load import load_checkpoint
 
     with story.timed("samples"):
-        model, tokenizer, chat = load_checkpoint(out / PHASES[-1])
+        loaded = load_checkpoint(out / PHASES[-1])
+        model, tokenizer = loaded.model, loaded.tokenizer
         for prompt in PROMPTS:
-            if prompt.chat:
-                messages: list[dict[str, Any]] = [{"role": "user", "content": prompt.text}]
-                encoded = chat.encode(messages, tokenizer, add_generation_prompt=True)
-                ids = encoded.ids.tolist()
-            else:
-                ids = tokenizer.encode(prompt.text, bos=True)
+            messages = [{"role": "user", "content": prompt.text}]
+            ids = loaded.prompt_ids(messages if prompt.chat else prompt.text)
             tokens = decode.generate(
                 model, np.asarray([ids]), NEW_TOKENS, eos_token_id=tokenizer.eos_id
             ).tokens[0]

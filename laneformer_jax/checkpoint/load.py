@@ -1,11 +1,12 @@
 """Whatever a path holds: a Hugging Face folder or repository, a native checkpoint, or a run's folder."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
-from laneformer_jax.chat import ChatTemplate
+from laneformer_jax.chat import ChatTemplate, Message
 from laneformer_jax.checkpoint import hf, native
 from laneformer_jax.errors import UserError
 from laneformer_jax.model import Laneformer
@@ -20,6 +21,19 @@ class Loaded(NamedTuple):
     model: Laneformer
     tokenizer: Tokenizer
     chat_template: ChatTemplate
+
+    def prompt_ids(self, prompt: str | Sequence[Message]) -> list[int]:
+        """Token ids of a text to continue, or of chat messages to answer.
+
+        Raises:
+            UserError: an empty prompt, text that UTF-8 cannot hold, or malformed messages.
+        """
+        if isinstance(prompt, str):
+            if not prompt:
+                raise UserError("prompt: is empty; there is nothing to continue")
+            return self.tokenizer.encode(prompt, bos=True)
+        encoded = self.chat_template.encode(prompt, self.tokenizer, add_generation_prompt=True)
+        return [int(i) for i in encoded.ids]
 
 
 def load_checkpoint(path: str | Path, dtype: Any = None, mesh: Mesh | None = None) -> Loaded:
