@@ -1,31 +1,48 @@
-"""The engine: one request at a time, its tokens in bursts as they come."""
+"""The engine: one request at a time, its tokens in bursts as they come.
+
+Shapes: B rows (samples of a request, or prompts of a batch), T positions.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from decode import batch
-from decode.request import Burst, Finish, Request, check_choice, check_int
+from decode import loop, speculate
+from decode.loop import FULL, RUNNING, STOPPED, Inputs, Out, Plan, State
+from decode.request import Burst, Finish, Request, Sampling, check_choice, check_int
+from decode.sampling import Filters, Knobs, Seen
+from decode.step import STEPS
+from decode.weights import Precision, lay_out
+from laneformer_jax import costs
+from laneformer_jax.cache import RingCache
 from laneformer_jax.errors import UserError
 from laneformer_jax.model import Laneformer
+from laneformer_jax.sharding import named
 
+BURST, PREFILL_CHUNK = 16, 512
 WEIGHTS = ("native", "int8")
-KERNELS = ("xla",)
+LEAST_POSITIONS = 64  # of a cache, and
+LEAST_CHUNK = 16  # of a prefill: smaller ones are filled up, so that few are compiled
+_FINISH: dict[int, Finish | None] = {RUNNING: None, STOPPED: "stop", FULL: "length"}
 
 
 class Engine:
     """A model laid out for decoding one request at a time.
 
     Args:
-        model: on one device, or over the lane axis of its mesh.
+        model: on one device, or over the lane axis of its mesh. Its arrays are used, not copied, but for
+            int8 and for the head over several devices.
         context: most tokens of prompt and answer together; None: `max_position_embeddings`.
         burst: tokens per round trip to the device. Changes when tokens are seen, never which.
         prefill_chunk: prompt tokens per prefill step.
         weights: `native` keeps the model's dtype, `int8` rounds each output channel to 8 bits.
-        kernels: implementation of the decode step.
+        kernels: implementation of the decode step, a key of `decode.step.STEPS`.
 
     Raises:
         UserError: a value of another type or out of range.
@@ -36,9 +53,9 @@ class Engine:
         model: Laneformer,
         *,
         context: int | None = None,
-        burst: int = 16,
-        prefill_chunk: int = 512,
-        weights: Literal["native", "int8"] = "native",
+        burst: int = BURST,
+        prefill_chunk: int = PREFILL_CHUNK,
+        weights: Precision = "native",
         kernels: str = "xla",
     ):
         limit = model.config.max_position_embeddings
@@ -47,10 +64,12 @@ class Engine:
         check_int("burst", burst, 1)
         check_int("prefill_chunk", prefill_chunk, 1)
         check_choice("weights", weights, WEIGHTS)
-        check_choice("kernels", kernels, KERNELS)
+        check_choice("kernels", kernels, tuple(STEPS))
         self.config = model.config
         self.context = context or limit
-        self._model = model
+        self._burst, self._chunk, self._kernels = burst, prefill_chunk, kernels
+        self._dtype = model.tok_embeddings.weight.dtype
+        self._layout, self._arrays = lay_out(model, weights)
 
     def check(self, request: Request) -> int:
         """New tokens that the request will get at most; to call before it is queued.
@@ -67,51 +86,224 @@ class Engine:
             for token in ids:
                 if token >= vocab:
                     raise UserError(f"{name}: {token} must be from 0 to {vocab - 1}")
-        prompt, new = len(request.prompt_ids), request.max_new_tokens
-        if prompt + new <= self.context:
-            return new
-        if prompt >= self.context or request.overflow == "refuse":
-            raise UserError(
-                f"prompt of {prompt} tokens plus max_new_tokens {new} exceeds the context of "
-                f"{self.context} tokens"
-            )
-        return self.context - prompt
+        if (request.sampling.logprobs or 0) > vocab:
+            raise UserError(f"logprobs: {request.sampling.logprobs} exceeds vocab_size {vocab}")
+        new = room(len(request.prompt_ids), request.max_new_tokens, self.context, request.overflow)
+        self._check_memory(request.n, len(request.prompt_ids), new, _draft(request.speculate))
+        return new
+
+    def cache_bytes(self, rows: int, prompt: int, new: int, draft: int = 0) -> int:
+        """Bytes of the keys and values that a request of these sizes takes, on all devices together."""
+        positions, sizes = self._sizes(prompt, new, draft)
+        ahead = max([*sizes, draft + 1])
+        return rows * costs.kv_ring_bytes(self.config, positions, ahead, self._dtype.name)
 
     def stream(self, request: Request) -> Iterator[Burst]:
         """Bursts of tokens until every sample has finished. Closing the iterator cancels the rest.
 
-        The request is checked at once, before the first token is asked for.
+        The request is checked at once, before the first token is asked for. The first burst is one token, so
+        that it comes as early as it can.
 
         Raises:
             UserError: as `check`.
         """
         new = self.check(request)
-        return self._bursts(request, new)
+        outs = self.run(
+            [np.asarray(request.prompt_ids, np.int32)],
+            new,
+            request.sampling,
+            copies=request.n,
+            stops=request.stop_token_ids,
+            draft=_draft(request.speculate),
+        )
+        return (_burst(out, request.sampling) for out in outs)
 
     def warm_up(self) -> None:
         """Compile what the first plain request needs, so that it does not wait for that."""
-        for _ in self.stream(Request([0], 1)):
+        for _ in self.stream(Request([0] * min(2, self.context - 1), 1)):
             pass
 
-    def _bursts(self, request: Request, new: int) -> Iterator[Burst]:
-        # Interim: the samplers that the batch functions know. The device loop follows.
-        n = request.n
-        ids = np.asarray([request.prompt_ids] * n, np.int32)
-        finished: list[Finish | None] = [None] * n
+    def run(
+        self,
+        prompts: Sequence[np.ndarray],
+        new: int,
+        sampling: Sampling,
+        *,
+        copies: int = 1,
+        stops: Sequence[int] = (),
+        draft: int = 0,
+        logits: bool = False,
+    ) -> Iterator[Out]:
+        """What `stream` and `decode.batch` share: bursts as the device gave them, in NumPy arrays.
+
+        The next burst is on its way before the last one is read, so that the device does not wait for
+        the host; a request that is closed or done wastes one at most.
+
+        Args:
+            prompts: int32 each, checked; of one length or not.
+            new: most tokens of every row; prompt and answer fit into the context.
+            copies: rows of the first prompt, when it is the only one.
+            draft: tokens proposed per step.
+            logits: return those behind every token.
+        """
+        state = self._prefilled(prompts, new, sampling, copies, draft)
+        lengths = np.asarray([len(p) for p in prompts], np.int32).repeat(copies)
+        few = max(4, 1 << (len(stops) - 1).bit_length()) if stops else 4
+        inputs = Inputs(
+            Knobs.of(sampling, self._layout.rows),
+            lengths,
+            np.asarray([*stops, *[-1] * (few - len(stops))], np.int32),
+            np.int32(new),
+        )
+        plan = Plan(Filters.of(sampling), self._burst, draft, logits, self._kernels)
         left = new
-        for block in batch.stream(
-            self._model, ids, new, request.sampling.temperature, seed=request.sampling.seed
-        ):
-            left -= block.shape[1]
-            tokens = []
-            for i in range(n):
-                row: Any = block[i] if finished[i] is None else block[i, :0]
-                at = np.flatnonzero(np.isin(row, request.stop_token_ids))
-                if at.size:
-                    row, finished[i] = row[: at[0]], "stop"
-                elif left == 0 and finished[i] is None:
-                    finished[i] = "length"
-                tokens.append(row)
-            yield Burst(tokens, list(finished), None, None, None, 0, 0)
-            if all(finished):
+
+        def launch(steps: int) -> Out | None:
+            nonlocal state, left
+            steps = min(steps, left)
+            if steps == 0:
+                return None
+            left -= steps
+            state, out = loop.burst(
+                self._layout, plan, self._arrays, state, inputs, np.int32(steps)
+            )
+            return out
+
+        waiting = launch(1)
+        while waiting is not None:
+            following = launch(self._burst)
+            out = jax.device_get(waiting)
+            yield out
+            if (out.status_B != RUNNING).all():
                 return
+            waiting = following
+
+    # Before the first token ----------------------------------------------------------------------
+
+    def _sizes(self, prompt: int, new: int, draft: int) -> tuple[int, list[int]]:
+        """Positions of the cache, and the sizes of the prefill's chunks.
+
+        All but the last token of a prompt are prefilled: the first step of the loop takes that one.
+        """
+        whole, rest = divmod(prompt - 1, self._chunk)
+        sizes = [self._chunk] * whole
+        if rest:  # filled up on the left
+            sizes.insert(0, min(_bucket(rest, LEAST_CHUNK), self._chunk))
+        positions = max([prompt + new + draft, *sizes])
+        return min(_bucket(positions, LEAST_POSITIONS), max(positions, self.context)), sizes
+
+    def _check_memory(self, rows: int, prompt: int, new: int, draft: int) -> None:
+        needed = self.cache_bytes(rows, prompt, new, draft)
+        devices = 1 if self._layout.mesh is None else self._layout.mesh.devices.size
+        free = _free_bytes()
+        if free is not None and needed / devices > free:
+            raise UserError(
+                f"prompt of {prompt} tokens, max_new_tokens {new}, n {rows}: the cache takes "
+                f"{needed / devices / 1e9:.1f} GB per device, of which {free / 1e9:.1f} GB are free"
+            )
+
+    def _prefilled(
+        self, prompts: Sequence[np.ndarray], new: int, sampling: Sampling, copies: int, draft: int
+    ) -> State:
+        longest = max(map(len, prompts))
+        positions, sizes = self._sizes(longest, new, draft)
+        ahead = max([*sizes, draft + 1])
+        cache = RingCache.empty(
+            self.config, len(prompts), positions, ahead, self._dtype, self.config.num_lanes
+        )
+        # Shorter prompts, and the first chunk, are filled up on the left: at positions below 0.
+        padded = sum(sizes)
+        ids_BS = np.zeros((len(prompts), padded), np.int32)
+        for row, prompt in zip(ids_BS, prompts, strict=True):
+            if len(prompt) > 1:
+                row[padded - len(prompt) + 1 :] = prompt[:-1]
+        starts = jnp.asarray([len(p) - 1 - padded for p in prompts], jnp.int32)
+        cache = self._placed(cache._replace(length_B=starts), loop.cache_specs(cache))
+        at = 0
+        for size in sizes:
+            part = ids_BS[:, at : at + size]
+            cache = loop.prefill(self._layout, self._kernels, self._arrays, cache, part)
+            at += size
+        if copies > 1:
+            cache = _copied(cache, copies)
+        rows = [p for p in prompts for _ in range(copies)]
+        batch = len(rows)
+        seen, history_BT = None, None
+        if sampling.penalises:
+            prompt_Bv = np.zeros((batch, self._layout.rows), bool)
+            for row, prompt in zip(prompt_Bv, rows, strict=True):
+                row[prompt] = True
+            seen = Seen(jnp.asarray(prompt_Bv), jnp.zeros(prompt_Bv.shape, jnp.int32))
+        if draft:
+            history = np.zeros((batch, positions), np.int32)
+            for row, prompt in zip(history, rows, strict=True):
+                row[: len(prompt)] = prompt
+            history_BT = jnp.asarray(history)
+        newest_B = jnp.asarray([p[-1] for p in rows], jnp.int32)
+        made_B, status_B = jnp.zeros(batch, jnp.int32), jnp.zeros(batch, jnp.int32)
+        state = State(cache, newest_B, made_B, status_B, seen, history_BT)
+        return self._placed(state, loop.state_specs(state))
+
+    def _placed(self, tree: Any, specs: Any) -> Any:
+        mesh = self._layout.mesh
+        if mesh is None:
+            return tree
+        return jax.device_put(tree, jax.tree.map(partial(named, mesh), specs))
+
+
+def room(prompt: int, new: int, context: int, overflow: Literal["refuse", "cut"]) -> int:
+    """New tokens that fit behind a prompt. Raises UserError when they do not and shall not be cut."""
+    if prompt + new <= context:
+        return new
+    if prompt >= context or overflow == "refuse":
+        raise UserError(
+            f"prompt of {prompt} tokens plus max_new_tokens {new} exceeds the context of {context} "
+            "tokens"
+        )
+    return context - prompt
+
+
+def _draft(name: str | None) -> int:
+    return speculate.DRAFT if name else 0
+
+
+def _bucket(size: int, least: int) -> int:
+    """`size` rounded up to a power of two or the middle between two of them."""
+    power = max(least, 1 << (size - 1).bit_length())
+    return power * 3 // 4 if power > least and size <= power * 3 // 4 else power
+
+
+@partial(jax.jit, static_argnums=1)
+def _copied(cache: RingCache, copies: int) -> RingCache:
+    """A cache of one row for each of its samples."""
+    rings = jax.tree.map(lambda ring: jnp.repeat(ring, copies, axis=1), (cache.keys, cache.values))
+    return RingCache(*rings, jnp.repeat(cache.length_B, copies))
+
+
+def _free_bytes() -> int | None:
+    """Memory left on a device; None when nobody knows."""
+    stats = jax.local_devices()[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return int(stats["bytes_limit"] - stats["bytes_in_use"])
+    try:
+        with open("/proc/meminfo") as lines:
+            kilobytes = next(int(line.split()[1]) for line in lines if line.startswith("MemAvail"))
+    except (OSError, StopIteration):
+        return None
+    return kilobytes * 1024
+
+
+def _burst(out: Out, sampling: Sampling) -> Burst:
+    """A burst as the caller sees it: without stop tokens, an array per sample."""
+    # A row that stopped in an earlier burst has no tokens in this one, its stop token either.
+    kept = out.count_B - ((out.status_B == STOPPED) & (out.count_B > 0))
+
+    def rows(array: np.ndarray) -> list[np.ndarray]:
+        return [row[:count] for row, count in zip(array, kept, strict=True)]
+
+    finished = [_FINISH[int(status)] for status in out.status_B]
+    if sampling.logprobs is None:
+        lists = (None, None, None)
+    else:
+        lists = (rows(out.logprobs_Bt), rows(out.top_ids_Btm), rows(out.top_logprobs_Btm))
+    return Burst(rows(out.tokens_Bt), finished, *lists, int(out.proposed), int(out.accepted))

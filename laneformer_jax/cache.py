@@ -1,6 +1,7 @@
 """Keys and values of the tokens seen so far.
 
-Shapes: L lanes of this device, B batch, T slots, K kv heads of a lane, d head size.
+Shapes: L lanes of this device, B batch, S new tokens, T slots, R slots of a ring, K kv heads of a lane,
+d head size.
 """
 
 from typing import NamedTuple
@@ -40,3 +41,66 @@ def write(slots_LBTKd: jax.Array, new_LBSKd: jax.Array, at: jax.Array) -> jax.Ar
     """Put S new entries into slots at … at+S−1."""
     start = (0, 0, at, 0, 0)
     return jax.lax.dynamic_update_slice(slots_LBTKd, new_LBSKd.astype(slots_LBTKd.dtype), start)
+
+
+class RingCache(NamedTuple):
+    """Keys and values by position: position p of every row stands in slot p mod R of a layer's ring.
+
+    A layer that sees everything has a slot for every position, so its ring never comes round. One that
+    slides over W positions has W and as many as are written at once (`ring_slots`), so that a write
+    never takes what its first query still sees. Positions below 0 are padding and are never seen.
+    """
+
+    keys: tuple[jax.Array, ...]  # N × [L,B,K,R,d]
+    values: tuple[jax.Array, ...]
+    length_B: jax.Array  # int32, the next position; below 0 while padding goes in
+
+    @classmethod
+    def empty(
+        cls,
+        config: LaneformerConfig,
+        batch: int,
+        context: int,
+        ahead: int,
+        dtype: jnp.dtype,
+        local_lanes: int,
+    ) -> "RingCache":
+        """For `context` positions of `batch` rows, written at most `ahead` at once."""
+        heads = config.num_key_value_heads // config.num_lanes
+
+        def rings() -> tuple[jax.Array, ...]:  # buffers of their own, so that all can be donated
+            slots = (ring_slots(config, i, context, ahead) for i in range(config.num_hidden_layers))
+            return tuple(
+                jnp.zeros((local_lanes, batch, heads, r, config.head_size), dtype) for r in slots
+            )
+
+        return cls(rings(), rings(), jnp.zeros((batch,), jnp.int32))
+
+
+def ring_slots(config: LaneformerConfig, layer: int, context: int, ahead: int) -> int:
+    """R of `layer`: `context`, or W + `ahead` where a sliding layer needs no more."""
+    window = config.window(layer)
+    return context if window is None else min(context, window + ahead)
+
+
+def visible(position_BS: jax.Array, slots: int, window: int | None) -> jax.Array:
+    """Which slots of a ring each query sees, bool [B,S,R], once its own token is written."""
+    last_B1 = position_BS[:, -1:]
+    held_BR = last_B1 - (last_B1 - jnp.arange(slots, dtype=jnp.int32)) % slots
+    distance_BSR = position_BS[:, :, None] - held_BR[:, None, :]
+    mask = (held_BR >= 0)[:, None] & (distance_BSR >= 0)
+    return mask if window is None else mask & (distance_BSR < window)
+
+
+def put(ring_LBKRd: jax.Array, new_LBSKd: jax.Array, position_BS: jax.Array) -> jax.Array:
+    """Write S new entries at their positions, S at most R."""
+    new_LBSKd = new_LBSKd.astype(ring_LBKRd.dtype)
+    slot_BS = position_BS % ring_LBKRd.shape[3]
+    if slot_BS.size == 1:  # the one token of batch-one decoding: a plain copy in place
+        at = (0, 0, 0, slot_BS[0, 0], 0)
+        return jax.lax.dynamic_update_slice(ring_LBKRd, new_LBSKd.swapaxes(2, 3), at)
+    row_B1 = jnp.arange(slot_BS.shape[0])[:, None]
+    new_BSLKd = jnp.moveaxis(new_LBSKd, 0, 2)
+    return ring_LBKRd.at[:, row_B1, :, slot_BS].set(
+        new_BSLKd, mode="promise_in_bounds", unique_indices=True
+    )

@@ -40,8 +40,17 @@ def kv_bytes_per_position(config: LaneformerConfig, dtype: str = "bfloat16") -> 
 
 
 def kv_cache_bytes(config: LaneformerConfig, context: int, dtype: str = "bfloat16") -> int:
-    """Bytes of keys and values after `context` positions; a sliding layer holds at most W."""
+    """Bytes of keys and values that decoding reads at `context` positions; a sliding layer has W at most."""
     return kv_bytes_per_position(config, dtype) * sum(_visible(config, context))
+
+
+def kv_ring_bytes(
+    config: LaneformerConfig, context: int, ahead: int, dtype: str = "bfloat16"
+) -> int:
+    """Bytes of the engine's cache with room for `context` positions, of which at most `ahead` are written
+    at once: a sliding layer keeps as many slots more than W, so that none is overwritten too early."""
+    slots = (min(context, (config.window(layer) or context) + ahead) for layer in _layers(config))
+    return kv_bytes_per_position(config, dtype) * sum(slots)
 
 
 def decode_flops(config: LaneformerConfig, context: int) -> int:

@@ -1,0 +1,58 @@
+"""Tokens through the layers against the cache: the modules and the exchange are the model's own.
+
+Shapes: L lanes of this device, B batch, S tokens at once, D hidden, K kv heads of a lane, d head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from laneformer_jax import cache as ring
+from laneformer_jax import rope
+from laneformer_jax.attention import attend_ring
+from laneformer_jax.cache import RingCache
+from laneformer_jax.config import ATTENTION, MLP
+from laneformer_jax.exchange import LaneExchange, Lanes
+from laneformer_jax.model import Laneformer
+
+# (model, lanes, ids [B,S], cache) -> streams [L,B,S,D] and the cache with these tokens in it.
+Step = Callable[[Laneformer, Lanes, jax.Array, RingCache], tuple[jax.Array, RingCache]]
+
+
+def xla_step(
+    model: Laneformer, lanes: Lanes, ids_BS: jax.Array, cache: RingCache
+) -> tuple[jax.Array, RingCache]:
+    """The step in plain JAX: at most as many tokens as the cache was made to take at once."""
+    cfg = model.config
+    seq = ids_BS.shape[1]
+    position_BS = cache.length_B[:, None] + jnp.arange(seq, dtype=jnp.int32)
+    cos_BSh, sin_BSh = rope.angles(position_BS, cfg)
+    kinds = {(cfg.window(i), k.shape[3]) for i, k in enumerate(cache.keys)}
+    masks = {kind: ring.visible(position_BS, kind[1], kind[0]) for kind in kinds}
+
+    x_BSD = lanes.enter(model.tok_embeddings(ids_BS))
+    x_LBSD = jnp.broadcast_to(x_BSD, (cache.keys[0].shape[0], *x_BSD.shape))
+    exchange = LaneExchange(cfg, lanes)
+    keys, values = [], []
+
+    def attention(module: Any, x_LBSD: jax.Array, i: int) -> jax.Array:
+        q_LBSHd, k_LBSKd, v_LBSKd = module.projections(x_LBSD, cos_BSh, sin_BSh)
+        keys.append(ring.put(cache.keys[i], k_LBSKd, position_BS))
+        values.append(ring.put(cache.values[i], v_LBSKd, position_BS))
+        mask_BSR = masks[cfg.window(i), keys[i].shape[3]]
+        shape = (*q_LBSHd.shape[:3], k_LBSKd.shape[3], -1, cfg.head_size)
+        out_LBSKGd = attend_ring(q_LBSHd.reshape(shape), keys[i], values[i], mask_BSR)
+        return module.wo(out_LBSKGd.reshape(*q_LBSHd.shape[:3], -1))
+
+    for i, layer in enumerate(model.layers):
+        y_LBSD = attention(layer.attention, layer.attention_norm(x_LBSD), i)
+        x_LBSD = exchange.add(i, ATTENTION, x_LBSD, y_LBSD)
+        x_LBSD = exchange.add(i, MLP, x_LBSD, layer.feed_forward(layer.ffn_norm(x_LBSD)))
+    return x_LBSD, RingCache(tuple(keys), tuple(values), cache.length_B + seq)
+
+
+STEPS: dict[str, Step] = {"xla": xla_step}

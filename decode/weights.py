@@ -1,0 +1,169 @@
+"""A model's weights as the decode loop reads them: laid out once, when it is loaded.
+
+Lane matrices stay [L, O, I], an array of their own in every layer: from a stacked array XLA would copy a
+layer's part before it multiplies, and this is the order in which its matrix-vector products on a CPU are
+fastest. They are the model's own arrays, not copies. The head becomes rows of the vocabulary, a part
+for each lane device.
+
+Shapes: L lanes of this device, B batch, S tokens, O and I a linear's output and input, D hidden,
+V vocabulary, v this device's part of it, X what a row of the head multiplies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from decode.shards import Shards
+from laneformer_jax.config import LaneformerConfig
+from laneformer_jax.exchange import Lanes
+from laneformer_jax.model import Laneformer
+from laneformer_jax.sharding import LANE, named, parameter_spec
+
+Precision = Literal["native", "int8"]
+
+
+class Head(NamedTuple):
+    """The head's rows; with int8 the scale of each."""
+
+    rows: jax.Array  # [V,X], or with a vocab_parallel head [lanes, V/lanes, D]
+    scale: jax.Array | None = None  # float32, rows' shape without the last
+
+
+class Arrays(NamedTuple):
+    """What goes to the device with every call."""
+
+    trunk: tuple[jax.Array, ...]
+    head: Head
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How to make a model of `Arrays` again; what a program is compiled for."""
+
+    config: LaneformerConfig
+    mesh: Mesh | None
+    graph: Any  # of nnx, without a head
+    tree: Any
+    specs: Arrays
+
+    @property
+    def axis(self) -> str | None:
+        return None if self.mesh is None else LANE
+
+    @property
+    def lanes(self) -> Lanes:
+        return Lanes(self.config.num_lanes, self.axis)
+
+    @property
+    def shards(self) -> Shards:
+        return Shards(self.config.vocab_size, self.axis)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the vocabulary on all devices, those beyond its end included."""
+        parts = 1 if self.mesh is None else self.mesh.shape[LANE]
+        return -(-self.config.vocab_size // parts) * parts
+
+    def model(self, arrays: Arrays) -> Laneformer:
+        return nnx.merge(self.graph, jax.tree.unflatten(self.tree, arrays.trunk))
+
+
+def lay_out(model: Laneformer, precision: Precision = "native") -> tuple[Layout, Arrays]:
+    """The layout of a model, and its arrays on their devices."""
+    config, mesh = model.config, model.mesh
+    trunk = nnx.merge(*nnx.split(model))  # the same arrays in modules of its own
+    trunk.lm_head = None
+    head = _head(model)
+    if precision == "int8":
+        for layer in trunk.layers:
+            for module in (layer.attention, layer.feed_forward):
+                for name in ("wq", "wk", "wv", "wo", "w1", "w2", "w3"):
+                    if hasattr(module, name):
+                        setattr(module, name, Int8Linear(getattr(module, name).weight[...]))
+        head = Head(*quantised(head.rows))
+    graph, state = nnx.split(trunk)
+    trunk_specs = tuple(_spec(path, config) for path, _ in nnx.to_flat_state(state))
+    leaves, tree = jax.tree.flatten(state)
+    specs = Arrays(trunk_specs, jax.tree.map(lambda _: P(LANE), head))
+    layout = Layout(config, mesh, graph, tree, specs)
+    if mesh is None:
+        return layout, Arrays(tuple(leaves), head)
+    if config.lm_head_type != "vocab_parallel":  # whose lanes have equal parts as they are
+        beyond = layout.rows - config.vocab_size
+        head = jax.tree.map(lambda a: jnp.pad(a, [(0, beyond)] + [(0, 0)] * (a.ndim - 1)), head)
+    shardings = jax.tree.map(lambda spec: named(mesh, spec), specs)
+    return layout, jax.device_put(Arrays(tuple(leaves), head), shardings)
+
+
+def _head(model: Laneformer) -> Head:
+    config = model.config
+    if config.tie_word_embeddings:
+        return Head(model.tok_embeddings.weight[...])
+    if config.lm_head_type == "lane":
+        return Head(model.lm_head.linear.weight[...])
+    return Head(model.lm_head.weight[...])
+
+
+def _spec(path: tuple[Any, ...], config: LaneformerConfig) -> P:
+    if path[-1] == "scale" and str(path[-2]).startswith("w"):
+        return P(LANE)  # of an Int8Linear
+    return parameter_spec(".".join(map(str, path)), config)
+
+
+def local_logits(layout: Layout, model: Laneformer, head: Head, x_LBSD: jax.Array) -> jax.Array:
+    """Final norm, lane aggregation and this device's rows of the head: [L,B,S,D] -> float32 [B,S,v].
+
+    -inf in rows beyond the vocabulary, so that none of them is ever drawn.
+    """
+    config, lanes, shards = layout.config, layout.lanes, layout.shards
+    x = model.final(x_LBSD, lanes)
+    if config.lm_head_type == "vocab_parallel":
+        logits_BSLv = jnp.einsum("lbsd,lvd->bslv", x, head.rows.astype(x.dtype))
+        if head.scale is not None:
+            logits_BSLv = logits_BSLv * head.scale
+        logits_BSv = logits_BSLv.reshape(*x.shape[1:3], -1)
+    else:
+        if (
+            config.lm_head_type == "lane"
+        ):  # its rows multiply the streams of all lanes, lane by lane
+            x = jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1)
+            x = lanes.concatenate(x)
+        logits_BSv = jnp.einsum("bsx,vx->bsv", x, head.rows.astype(x.dtype))
+        if head.scale is not None:
+            logits_BSv = logits_BSv * head.scale
+    logits_BSv = lanes.enter(logits_BSv.astype(jnp.float32))
+    if layout.rows == config.vocab_size:
+        return logits_BSv
+    return jnp.where(shards.ids() < config.vocab_size, logits_BSv, -jnp.inf)
+
+
+# int8 ------------------------------------------------------------------------------------------
+
+
+def quantised(weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """int8 [..., O, I] and float32 scales [..., O] whose product is the weight, each row to its largest."""
+    exact = weight.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(exact), axis=-1) / 127
+    steps = jnp.round(exact / jnp.where(scale > 0, scale, 1)[..., None])
+    return steps.astype(jnp.int8), scale
+
+
+class Int8Linear(nnx.Module):
+    """A LaneLinear of int8 weights [L,O,I] and float32 scales [L,O]."""
+
+    def __init__(self, weight_LOI: jax.Array):
+        weight, scale = quantised(weight_LOI)
+        self.weight, self.scale = nnx.Param(weight), nnx.Param(scale)
+
+    def __call__(self, x_LBSI: jax.Array) -> jax.Array:
+        """[L,B,S,I] -> [L,B,S,O]."""
+        out_LBSO = jnp.einsum("lbsi,loi->lbso", x_LBSI, self.weight[...].astype(x_LBSI.dtype))
+        scale_L11O = self.scale[...][:, None, None]
+        return (out_LBSO.astype(jnp.float32) * scale_L11O).astype(x_LBSI.dtype)
