@@ -14,17 +14,18 @@ BENCH_ARGS ?=
 
 BIN := $(VENV)/bin
 
-.PHONY: help install install-test quickstart test test-all test-smoke check format bench clean
+.PHONY: help install install-test quickstart test test-all test-smoke check format bench docs-figures clean
 
 help:
-	@echo 'make quickstart   train, resume, sample and export a small model (minutes, CPU)'
-	@echo 'make test         all tests but the slow ones'
-	@echo 'make test-all     all tests'
-	@echo 'make test-smoke   a few core tests'
-	@echo 'make check        ruff (lint and format) and mypy'
-	@echo 'make format       let ruff format and fix'
-	@echo 'make bench        measure speed on this machine'
-	@echo 'make clean        remove $(VENV) and caches'
+	@echo 'make quickstart    train, resume, sample and export a small model (minutes, CPU)'
+	@echo 'make test          all tests but the slow ones'
+	@echo 'make test-all      all tests'
+	@echo 'make test-smoke    a few core tests'
+	@echo 'make check         ruff (lint and format) and mypy'
+	@echo 'make format        let ruff format and fix'
+	@echo 'make bench         measure speed on this machine'
+	@echo 'make docs-figures  draw the figures of docs/ again'
+	@echo 'make clean         remove $(VENV) and caches'
 
 $(BIN)/python:
 	@python=$$(sh .ci/find-python 3.11 $(PYTHON)) && "$$python" -m venv $(VENV)
@@ -56,6 +57,9 @@ test-smoke: install-test
 
 bench: install
 	$(BIN)/python benchmarks/speed.py $(BENCH_ARGS)
+
+docs-figures: install
+	$(BIN)/laneformer latency --figures docs/latency
 
 check: install-test
 	$(BIN)/ruff check .

@@ -28,7 +28,7 @@ import numpy as np
 from flax import nnx
 
 import decode
-from laneformer_jax import Laneformer, costs
+from laneformer_jax import Laneformer, costs, hardware
 from laneformer_jax.files import atomic_file
 from laneformer_jax.presets import preset
 from train.config import OptimizerConfig
@@ -185,11 +185,16 @@ def decoding(args: argparse.Namespace) -> dict[str, Any]:
     seconds -= median_seconds(lambda: tokens(1), args.repeats)
     per_token = seconds / (args.new - 1)
     read = costs.decode_weight_bytes(model.config, args.dtype)
+    known = hardware.from_kind(jax.devices()[0].device_kind)
     return {
         "name": "decoded token",
         "seconds": per_token,
         "figures": {"tokens/s": 1 / per_token, "GB/s of weights": read / per_token / 1e9},
         "check": check,
+        # For `laneformer latency --calibrate`: the device's name there, null where it has none.
+        "model": args.preset,
+        "hardware": known.name.lower() if known else None,
+        "context": args.seq + args.new // 2,
     }
 
 
