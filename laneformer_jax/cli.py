@@ -57,6 +57,7 @@ COMMANDS: dict[str, Command] = {
         run="run_data",
     ),
     "bench": Command("laneformer_jax.bench", "measure speed on this machine"),
+    "latency": Command("laneformer_jax.latency.cli", "project the decode speed on a node of GPUs"),
     "info": Command("laneformer_jax.info", "parameters, memory and FLOPs of a model"),
 }
 
