@@ -13,6 +13,7 @@ from flax import nnx
 from laneformer_jax import cache as kv_cache
 from laneformer_jax import rope
 from laneformer_jax.attention import attend
+from laneformer_jax.attention_paths import Path, Sight, self_attend
 from laneformer_jax.config import LaneformerConfig
 from laneformer_jax.norms import LaneRMSNorm, RMSNorm
 from laneformer_jax.precision import rounded
@@ -38,7 +39,15 @@ class Context(NamedTuple):
 
     cos_BSh: jax.Array
     sin_BSh: jax.Array
-    mask_BST: jax.Array  # of this layer's kind: full or sliding
+    mask_BST: jax.Array | None  # of this layer's kind: full or sliding; None: `sight` is enough
+    sight: Sight | None = None  # without a cache
+
+
+class Kind(NamedTuple):
+    """What is fixed about a layer's attention when it is compiled."""
+
+    path: Path = "plain"
+    window: int | None = None
 
 
 class Attention(nnx.Module):
@@ -59,25 +68,35 @@ class Attention(nnx.Module):
         self.qk_norm = config.qk_norm
         self.head_size = d
 
-    def __call__(
-        self,
-        x_LBSD: jax.Array,
-        context: Context,
-        past: tuple[jax.Array, jax.Array, jax.Array] | None = None,
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
-        """Raw lane outputs [L,B,S,D], and the updated keys and values where `past` was given.
-
-        past: a layer's cached keys and values [L,B,T,K,d] and the slot at which these tokens begin.
-        """
+    def projections(
+        self, x_LBSD: jax.Array, cos_BSh: jax.Array, sin_BSh: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries [L,B,S,H,d], keys and values [L,B,S,K,d]; queries and keys rotated."""
         heads = (*x_LBSD.shape[:3], -1, self.head_size)
         q_LBSHd = self.wq(x_LBSD).reshape(heads)
         k_LBSKd = self.wk(x_LBSD).reshape(heads)
         v_LBSKd = self.wv(x_LBSD).reshape(heads)
         if self.qk_norm:
             q_LBSHd, k_LBSKd = self.q_norm(q_LBSHd), self.k_norm(k_LBSKd)
-        q_LBSHd = rope.rotate(q_LBSHd, context.cos_BSh, context.sin_BSh)
-        k_LBTKd = rope.rotate(k_LBSKd, context.cos_BSh, context.sin_BSh)
-        v_LBTKd = v_LBSKd
+        return (
+            rope.rotate(q_LBSHd, cos_BSh, sin_BSh),
+            rope.rotate(k_LBSKd, cos_BSh, sin_BSh),
+            v_LBSKd,
+        )
+
+    def __call__(
+        self,
+        x_LBSD: jax.Array,
+        context: Context,
+        past: tuple[jax.Array, jax.Array, jax.Array] | None = None,
+        kind: Kind = Kind(),
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
+        """Raw lane outputs [L,B,S,D], and the updated keys and values where `past` was given.
+
+        past: a layer's cached keys and values [L,B,T,K,d] and the slot at which these tokens begin.
+        """
+        heads = (*x_LBSD.shape[:3], -1, self.head_size)
+        q_LBSHd, k_LBTKd, v_LBTKd = self.projections(x_LBSD, context.cos_BSh, context.sin_BSh)
         updated = None
         if past is not None:
             keys, values, at = past
@@ -85,7 +104,13 @@ class Attention(nnx.Module):
             v_LBTKd = kv_cache.write(values, v_LBTKd, at)
             updated = (k_LBTKd, v_LBTKd)
         q_LBSKGd = q_LBSHd.reshape(*heads[:3], k_LBTKd.shape[3], -1, self.head_size)
-        out_LBSKGd = attend(q_LBSKGd, k_LBTKd, v_LBTKd, context.mask_BST)
+        mask_BST, sight = context.mask_BST, context.sight
+        if past is None and sight is not None:
+            path, window = kind
+            out_LBSKGd = self_attend(path, q_LBSKGd, k_LBTKd, v_LBTKd, sight, window, mask_BST)
+        else:
+            assert mask_BST is not None
+            out_LBSKGd = attend(q_LBSKGd, k_LBTKd, v_LBTKd, mask_BST)
         return self.wo(out_LBSKGd.reshape(*heads[:3], -1)), updated
 
 

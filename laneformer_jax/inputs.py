@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from laneformer_jax.config import LaneformerConfig
 from laneformer_jax.errors import UserError
-from laneformer_jax.sharding import DATA
+from laneformer_jax.sharding import DATA, FSDP
 
 
 class Inputs(NamedTuple):
@@ -51,10 +51,10 @@ def checked(
             f"input_ids: {ids.shape[1]} tokens exceed max_position_embeddings "
             f"{config.max_position_embeddings}"
         )
-    if mesh is not None and ids.shape[0] % mesh.shape[DATA]:
+    if mesh is not None and ids.shape[0] % (mesh.shape[DATA] * mesh.shape[FSDP]):
         raise UserError(
             f"input_ids: batch {ids.shape[0]} must be divisible by the mesh's data axis "
-            f"{mesh.shape[DATA]}"
+            f"{mesh.shape[DATA]} × fsdp axis {mesh.shape[FSDP]}"
         )
     _check_range(ids, config.vocab_size)
     return Inputs(

@@ -3,6 +3,7 @@
 Shapes: L lanes of this device, B batch, S sequence, T keys, D hidden, V vocabulary, N layers.
 """
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,15 +16,21 @@ from jax.sharding import PartitionSpec as P
 
 from laneformer_jax import rope
 from laneformer_jax.attention import visibility
-from laneformer_jax.blocks import Context, DecoderLayer, make_norm
+from laneformer_jax.attention_paths import Sight, choose, device_kind
+from laneformer_jax.blocks import Context, DecoderLayer, Kind, make_norm
 from laneformer_jax.cache import KVCache
 from laneformer_jax.config import ATTENTION, MLP, LaneformerConfig
-from laneformer_jax.exchange import LaneExchange, Lanes
+from laneformer_jax.exchange import LaneExchange, Lanes, drift, drift_sample
 from laneformer_jax.heads import make_head
 from laneformer_jax.inputs import checked
 from laneformer_jax.norms import RMSNorm
 from laneformer_jax.precision import rounded
-from laneformer_jax.sharding import DATA, LANE, check_mesh, parameter_spec
+from laneformer_jax.remat import Remat, rematerialised
+from laneformer_jax.sharding import LANE, ROWS, check_mesh, parameter_spec
+
+Fetch = Callable[
+    [str, jax.Array], jax.Array
+]  # dotted path, what is stored -> what is computed with
 
 
 class Embedding(nnx.Module):
@@ -52,13 +59,14 @@ class Output(NamedTuple):
     x_LBSD: jax.Array  # residual streams after the last layer
     cache: KVCache | None
     hidden_NBSLD: jax.Array | None  # streams after every layer
+    drift_N: jax.Array | None = None  # of the lanes, after every layer
 
 
 class Laneformer(nnx.Module):
     """Laneformer (Kog AI, 2026): `num_lanes` residual streams that hear each other δ layers late.
 
     Parameter paths follow the Hugging Face names. Arithmetic runs in the dtype of the parameters, with
-    norms, softmax, RoPE and sums across lanes in float32. With a `mesh` (axes data × lane) parameters and
+    norms, softmax, RoPE and sums across lanes in float32. With a `mesh` (`sharding.make_mesh`) parameters and
     calls are spread over its devices; without one everything runs on one device.
     """
 
@@ -97,14 +105,21 @@ class Laneformer(nnx.Module):
         positions_BS: jax.Array | None = None,
         segment_ids_BS: jax.Array | None = None,
         cache: KVCache | None = None,
-        remat: bool = False,
+        remat: Remat = "none",
+        fetch: Fetch | None = None,
         return_hidden: bool = False,
+        return_drift: bool = False,
     ) -> Output:
         """Embedding and all layers on this device's lanes; inside a shard_map when `lanes.axis` is set.
 
-        attention_mask: False or 0 marks padding. positions default to the slot numbers. segment_ids:
-        tokens see only their own document's. remat: recompute modules in the backward pass (sums
-        across lanes are not).
+        Args:
+            attention_mask_BS: False or 0 marks padding.
+            positions_BS: the slot numbers unless given.
+            segment_ids_BS: tokens see only their own document's.
+            remat: what the backward pass computes again.
+            fetch: makes a layer's weights whole just before they are used, again under `remat`; the
+                embedding and the head are the caller's.
+            return_drift: how far the lanes have drifted apart after each layer (`exchange.drift`).
         """
         cfg = self.config
         batch, seq = input_ids_BS.shape
@@ -114,65 +129,85 @@ class Laneformer(nnx.Module):
             positions_BS = jnp.broadcast_to(query_index_S, (batch, seq))
 
         key_valid_BT = None if attention_mask_BS is None else attention_mask_BS.astype(bool)
-        key_index_T = query_index_S
-        if cache is not None:
+        dtype = self.tok_embeddings.weight.dtype
+        windows = {cfg.window(i) for i in range(cfg.num_hidden_layers)}
+        masks: dict[int | None, jax.Array | None]
+        if cache is None:
+            sight = Sight(key_valid_BT, segment_ids_BS)
+            whole = key_valid_BT is None and segment_ids_BS is None
+            path = choose(batch, seq, cfg.head_size, dtype, whole, device_kind())
+            masked = path == "plain" or (path == "cudnn" and not whole)
+            masks = {w: sight.mask(seq, w) if masked else None for w in windows}
+        else:
+            sight, path = None, "plain"
             fresh_BS = jnp.ones((batch, seq), bool) if key_valid_BT is None else key_valid_BT
             key_valid_BT = jax.lax.dynamic_update_slice(cache.valid_BT, fresh_BS, (0, start))
             key_index_T = jnp.arange(key_valid_BT.shape[1], dtype=jnp.int32)
-        masks = {
-            window: visibility(
-                query_index_S,
-                key_index_T,
-                window,
-                key_valid_BT,
-                query_segment_BS=segment_ids_BS,
-                key_segment_BT=segment_ids_BS,
-            )
-            for window in {cfg.window(i) for i in range(cfg.num_hidden_layers)}
-        }
+            sides = dict(query_segment_BS=segment_ids_BS, key_segment_BT=segment_ids_BS)
+            masks = {
+                w: visibility(query_index_S, key_index_T, w, key_valid_BT, **sides) for w in windows
+            }
         cos_BSh, sin_BSh = rope.angles(positions_BS, cfg)
 
         x_BSD = lanes.enter(self.tok_embeddings(input_ids_BS))
         local_lanes = self.layers[0].attention.wq.weight.shape[0]
         x_LBSD = jnp.broadcast_to(x_BSD, (local_lanes, *x_BSD.shape))
         exchange = LaneExchange(cfg, lanes)
-        keys, values, hidden = [], [], []
-        run_attention, run_mlp = _attention_module, _mlp_module
-        if remat:
-            # Modules only: a recomputed module needs no sum across lanes.
-            run_attention, run_mlp = nnx.remat(run_attention), nnx.remat(run_mlp)
+        keys, values, hidden, samples = [], [], [], []
         for i, layer in enumerate(self.layers):
-            context = Context(cos_BSh, sin_BSh, masks[cfg.window(i)])
+            window = cfg.window(i)
+            context = Context(cos_BSh, sin_BSh, masks[window], sight)
             past = None if cache is None else (cache.keys[i], cache.values[i], start)
-            y_LBSD, updated = run_attention(layer, x_LBSD, context, past)
+            fetch_i = None if fetch is None else partial(_fetch_under, fetch, f"layers.{i}.")
+            run_attention = partial(_attention_module, Kind(path, window))
+            attention = dict(attention_norm=layer.attention_norm, attention=layer.attention)
+            y_LBSD, updated = _run(run_attention, attention, fetch_i, remat, x_LBSD, context, past)
             x_LBSD = exchange.add(i, ATTENTION, x_LBSD, y_LBSD)
-            x_LBSD = exchange.add(i, MLP, x_LBSD, run_mlp(layer, x_LBSD))
+            mlp = dict(ffn_norm=layer.ffn_norm, feed_forward=layer.feed_forward)
+            x_LBSD = exchange.add(i, MLP, x_LBSD, _run(_mlp_module, mlp, fetch_i, remat, x_LBSD))
             if updated is not None:
                 keys.append(updated[0])
                 values.append(updated[1])
             if return_hidden:
                 hidden.append(jnp.moveaxis(x_LBSD, 0, 2))
+            if return_drift:
+                samples.append(drift_sample(x_LBSD))
         if cache is not None:
             assert key_valid_BT is not None
             cache = KVCache(tuple(keys), tuple(values), key_valid_BT, start + seq)
-        return Output(x_LBSD, cache, jnp.stack(hidden) if return_hidden else None)
+        return Output(
+            x_LBSD,
+            cache,
+            jnp.stack(hidden) if return_hidden else None,
+            drift(jnp.stack(samples), lanes) if return_drift else None,
+        )
+
+    def final(self, x_LBSD: jax.Array, lanes: Lanes) -> jax.Array:
+        """What the head reads: [B,S,D] after norm and sum across lanes, or with a head that reads every
+        lane's own stream [L,B,S,D] after the norm."""
+        cfg = self.config
+        if cfg.pre_norm_lane_agg:
+            return self.norm(rounded(lanes.total(x_LBSD), x_LBSD.dtype))
+        x_LBSD = self.norm(x_LBSD)
+        if cfg.lm_head_type != "replicate":
+            return x_LBSD
+        return rounded(lanes.total(x_LBSD) / cfg.num_lanes, x_LBSD.dtype)
+
+    def head(self, x: jax.Array, lanes: Lanes) -> jax.Array:
+        """What `final` gave -> [B,S,V], V rows of the head's weight of this device."""
+        cfg = self.config
+        if cfg.lm_head_type != "replicate":
+            return self.lm_head(x, lanes)
+        if cfg.tie_word_embeddings:
+            return jnp.einsum("bsd,vd->bsv", x, self.tok_embeddings.weight[...])
+        return self.lm_head(x)
 
     def logits(self, x_LBSD: jax.Array, lanes: Lanes) -> jax.Array:
         """Final norm, lane aggregation and head: [L,B,S,D] -> [B,S,V].
 
         With a vocab_parallel head inside a shard_map V is this device's part of the vocabulary.
         """
-        cfg = self.config
-        if cfg.pre_norm_lane_agg:
-            x_BSD = self.norm(rounded(lanes.total(x_LBSD), x_LBSD.dtype))
-        else:
-            x_LBSD = self.norm(x_LBSD)
-            if cfg.lm_head_type != "replicate":
-                return self.lm_head(x_LBSD, lanes)
-            x_BSD = rounded(lanes.total(x_LBSD) / cfg.num_lanes, x_LBSD.dtype)
-        if cfg.tie_word_embeddings:
-            return jnp.einsum("bsd,vd->bsv", x_BSD, self.tok_embeddings.weight[...])
-        return self.lm_head(x_BSD)
+        return self.head(self.final(x_LBSD, lanes), lanes)
 
     # Across devices -------------------------------------------------------------------------
 
@@ -187,7 +222,7 @@ class Laneformer(nnx.Module):
         """Logits [B,S,V] in the parameters' dtype; with return_hidden also the streams [N,B,S,L,D].
 
         input_ids, positions, segment_ids: int [B,S]; attention_mask: bool or int [B,S], 0 = padding.
-        With a mesh, B must be divisible by its data axis.
+        With a mesh, B must be divisible by its data × fsdp axes.
 
         Raises:
             UserError: a shape or dtype other than these, ids outside the vocabulary (not seen under
@@ -223,14 +258,41 @@ class Laneformer(nnx.Module):
         hf.save(self, path)
 
 
+def _run(
+    body: Callable[..., Any],
+    modules: dict[str, nnx.Module],
+    fetch: Fetch | None,
+    remat: Remat,
+    *args: Any,
+) -> Any:
+    """body(modules, *args) with the modules' weights fetched, and `remat` for what happens inside."""
+    if fetch is None and remat == "none":
+        return body(modules, *args)
+    graph, weights = nnx.split(modules)
+
+    def pure(weights: nnx.State, *args: Any) -> Any:
+        if fetch is not None:
+            weights = nnx.from_flat_state(
+                (path, leaf.replace(fetch(".".join(map(str, path)), leaf[...])))
+                for path, leaf in nnx.to_flat_state(weights)
+            )
+        return body(nnx.merge(graph, weights), *args)
+
+    return rematerialised(pure, remat)(weights, *args)
+
+
+def _fetch_under(fetch: Fetch, prefix: str, path: str, weight: jax.Array) -> jax.Array:
+    return fetch(prefix + path, weight)
+
+
 def _attention_module(
-    layer: DecoderLayer, x_LBSD: jax.Array, context: Context, past: Any
+    kind: Kind, modules: dict[str, Any], x_LBSD: jax.Array, context: Context, past: Any
 ) -> tuple[jax.Array, Any]:
-    return layer.attention(layer.attention_norm(x_LBSD), context, past)
+    return modules["attention"](modules["attention_norm"](x_LBSD), context, past, kind)
 
 
-def _mlp_module(layer: DecoderLayer, x_LBSD: jax.Array) -> jax.Array:
-    return layer.feed_forward(layer.ffn_norm(x_LBSD))
+def _mlp_module(modules: dict[str, Any], x_LBSD: jax.Array) -> jax.Array:
+    return modules["feed_forward"](modules["ffn_norm"](x_LBSD))
 
 
 def parameter_paths(params: nnx.State) -> dict[str, nnx.Param]:
@@ -270,11 +332,11 @@ def _call(
     if mesh is None:
         return run(params, inputs)
     config = nnx.merge(graphdef, params).config
-    logits_spec = P(DATA, None, LANE if config.lm_head_type == "vocab_parallel" else None)
-    out_specs = (logits_spec, P(None, DATA, None, LANE)) if return_hidden else logits_spec
+    logits_spec = P(ROWS, None, LANE if config.lm_head_type == "vocab_parallel" else None)
+    out_specs = (logits_spec, P(None, ROWS, None, LANE)) if return_hidden else logits_spec
     return jax.shard_map(
         run,
         mesh=mesh,
-        in_specs=(parameter_specs(params, config), P(DATA)),
+        in_specs=(parameter_specs(params, config), P(ROWS)),
         out_specs=out_specs,
     )(params, inputs)

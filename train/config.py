@@ -41,7 +41,9 @@ class TrainConfig:
         seq_len: tokens of a row.
         accumulate: microbatches that one update is cut into; the result does not depend on it.
         compute_dtype: of activations and of the weights they meet; masters stay float32.
-        remat: recompute modules in the backward pass instead of keeping their insides.
+        remat: what the backward pass computes again instead of keeping it: `none`; `layer`: all but
+            the inputs of a layer's two modules; `attention`: all but those and what attention gave;
+            `offload`: as `layer`, with the inputs in host memory.
         seed: of initialisation and data order.
     """
 
@@ -50,7 +52,7 @@ class TrainConfig:
     seq_len: int = 256
     accumulate: int = 1
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    remat: bool = False
+    remat: Literal["none", "layer", "attention", "offload"] = "none"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -65,13 +67,23 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with decoupled decay; norms and embeddings do not decay.
+    """AdamW or Muon with decoupled decay; norms and embeddings do not decay.
 
     Attributes:
+        name: `adamw`; `muon`: for the layers' matrices, with AdamW for the rest, at the same
+            learning rate.
         learning_rate: the schedule's peak.
         weight_decay: multiplied by the learning rate, as in optax and PyTorch.
         clip_norm: largest global norm of the gradient; null: not clipped.
+        z_loss: weight of (log Σ exp(logits))² in what is minimised; the reported loss is without it.
+        muon_momentum: weight of the past in Muon's momentum.
+        skip_spikes: skip an update whose gradient's norm exceeds so many times its running mean;
+            null: only where it is not finite.
+        stop_after_skips: give up after so many skipped updates in a row.
+        ema: weight of the past in a running mean of the parameters; null: none is kept.
     """
+
+    name: Literal["adamw", "muon"] = "adamw"
 
     learning_rate: float = 3e-3
     b1: float = 0.9
@@ -79,17 +91,26 @@ class OptimizerConfig:
     eps: float = 1e-8
     weight_decay: float = 0.1
     clip_norm: float | None = 1.0
+    z_loss: float = 0.0
+    muon_momentum: float = 0.95
+    skip_spikes: float | None = None
+    stop_after_skips: int = 10
+    ema: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("learning_rate", "eps", "clip_norm"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name} = {value}: must be a positive number")
-        for name in ("b1", "b2"):
-            if not 0 <= getattr(self, name) < 1:
+        for name in ("b1", "b2", "muon_momentum", "ema"):
+            if getattr(self, name) is not None and not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be at least 0 and below 1")
-        if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
-            raise ValueError(f"weight_decay = {self.weight_decay}: must be at least 0")
+        for name in ("weight_decay", "z_loss"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise ValueError(f"{name} = {getattr(self, name)}: must be at least 0")
+        if self.skip_spikes is not None and not self.skip_spikes > 1:
+            raise ValueError(f"skip_spikes = {self.skip_spikes}: must be above 1")
+        _positive(self, "stop_after_skips")
 
 
 @dataclass(frozen=True)
@@ -100,17 +121,24 @@ class ScheduleConfig:
         kind: `wsd`: warm up, stay, decay linearly; `cosine`, `linear`: decay from the end of the
             warm-up to the last step.
         warmup_steps: update number `warmup_steps` is the first at the peak.
+        warmup_tokens: the same in tokens, rounded up to whole updates; instead of `warmup_steps`.
         decay_steps: the last so many updates of `wsd` decay.
         final: of the last update, relative to the peak.
     """
 
     kind: Literal["wsd", "cosine", "linear"] = "wsd"
     warmup_steps: int = 0
+    warmup_tokens: int = 0
     decay_steps: int = 0
     final: float = 0.1
 
     def __post_init__(self) -> None:
-        for name in ("warmup_steps", "decay_steps"):
+        if self.warmup_steps and self.warmup_tokens:
+            raise ValueError(
+                f"warmup_tokens = {self.warmup_tokens}: leave it out with warmup_steps"
+                f" {self.warmup_steps}"
+            )
+        for name in ("warmup_steps", "warmup_tokens", "decay_steps"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be at least 0")
         if self.kind != "wsd" and self.decay_steps:
@@ -121,16 +149,27 @@ class ScheduleConfig:
         if not 0 <= self.final <= 1:
             raise ValueError(f"final = {self.final}: must be from 0 to 1")
 
+    def warmup(self, tokens: int) -> int:
+        """Updates of the warm-up, of so many tokens each."""
+        return self.warmup_steps or -(-self.warmup_tokens // tokens)
+
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """How many devices share the rows (`data`) and the lanes (`lane`)."""
+    """How the devices stand: data × fsdp × lane of them.
+
+    Attributes:
+        data: share the rows of a batch; each repeats parameters and optimizer state.
+        fsdp: share the rows, and parameters and optimizer state, which are gathered layer by layer.
+        lane: share the lanes, and with them the layers' parameters.
+    """
 
     data: int = 1
+    fsdp: int = 1
     lane: int = 1
 
     def __post_init__(self) -> None:
-        _positive(self, "data", "lane")
+        _positive(self, "data", "fsdp", "lane")
 
 
 @dataclass(frozen=True)
@@ -252,15 +291,17 @@ class RunConfig:
         if self.tokenizer is None and self.init_from is None:
             raise ValueError("tokenizer: required without init_from; a file or folder")
         rows = self.train.batch_size // self.train.accumulate
-        if rows % self.mesh.data:
+        if rows % (self.mesh.data * self.mesh.fsdp):
             raise ValueError(
                 f"train.batch_size = {self.train.batch_size}: cut into {self.train.accumulate}"
-                f" microbatches it must be divisible by mesh.data {self.mesh.data}"
+                f" microbatches it must be divisible by mesh.data {self.mesh.data} × mesh.fsdp"
+                f" {self.mesh.fsdp}"
             )
-        planned = self.schedule.warmup_steps + self.schedule.decay_steps
+        warmup = self.schedule.warmup(self.train.batch_size * self.train.seq_len)
+        planned = warmup + self.schedule.decay_steps
         if planned > self.train.steps:
             raise ValueError(
-                f"schedule: warmup_steps + decay_steps = {planned} exceed"
+                f"schedule: warm-up and decay_steps = {planned} exceed"
                 f" train.steps {self.train.steps}"
             )
 

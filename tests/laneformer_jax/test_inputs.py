@@ -74,10 +74,12 @@ def test_the_model_checks_them():
     assert nnx.state(abstract_model(CONFIG))
 
 
-def test_batch_over_the_data_axis():
-    mesh = make_mesh(data=2, lane=1)
-    with pytest.raises(UserError, match="batch 3 must be divisible by the mesh's data axis 2"):
-        checked(CONFIG, mesh, np.ones((3, 4), np.int32))
+def test_batch_over_the_data_and_fsdp_axes():
+    mesh = make_mesh(data=2, fsdp=2)
+    with pytest.raises(
+        UserError, match="batch 6 must be divisible by the mesh's data axis 2 × fsdp"
+    ):
+        checked(CONFIG, mesh, np.ones((6, 4), np.int32))
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.0, "2", True])

@@ -87,5 +87,5 @@ def test_the_global_norm_is_clipped_before_adam_sees_it():
     _, state = optimizer.update(
         {"lm_head.weight": jnp.asarray([3.0, 4.0])}, optimizer.init(params), params
     )
-    adam = next(s for s in state if isinstance(s, optax.ScaleByAdamState))
+    adam = next(s for s in state.inner if isinstance(s, optax.ScaleByAdamState))
     np.testing.assert_allclose(adam.mu["lm_head.weight"], 0.1 * np.array([0.6, 0.8]), rtol=1e-6)

@@ -191,7 +191,7 @@ def test_an_unchanged_run_resumes_without_a_word(run, corpus):
     assert setup.restored
     assert setup.state.step == 5
     counted = (optax.ScaleByAdamState, optax.ScaleByScheduleState)
-    counts = [int(s.count) for s in setup.state.opt_state if isinstance(s, counted)]
+    counts = [int(s.count) for s in setup.state.opt_state.inner if isinstance(s, counted)]
     assert counts == [5, 5]
     saved = native.read_metadata(native.find(run))["data_state"]
     assert json.loads(json.dumps(setup.batches.get_state())) == saved

@@ -70,8 +70,10 @@ def make_batch() -> dict[str, np.ndarray]:
     }
 
 
-def plan_of(head: str = "replicate", mesh: tuple[int, int] | None = None, **fields) -> Plan:
-    return Plan(CONFIGS[head], None if mesh is None else make_mesh(*mesh), **fields)
+def plan_of(head: str = "replicate", mesh: tuple[int, int, int] | None = None, **fields) -> Plan:
+    """mesh: data, fsdp, lane."""
+    made = None if mesh is None else make_mesh(mesh[0], mesh[2], fsdp=mesh[1])
+    return Plan(CONFIGS[head], made, **fields)
 
 
 RATE = schedule(ScheduleConfig(), 0.1, 100)
@@ -110,7 +112,7 @@ def update(plan: Plan, batch: dict[str, np.ndarray], steps: int = 1):
 
 def moments(state) -> dict[str, np.ndarray]:
     """Adam's first moments; after one update 0.1 times the clipped gradient."""
-    return next(s.mu for s in state.opt_state if hasattr(s, "mu"))
+    return next(s.mu for s in state.opt_state.inner if hasattr(s, "mu"))
 
 
 def assert_close(a: dict, b: dict, relative: float) -> None:
@@ -131,8 +133,9 @@ def assert_same_update(plan: Plan, batch: dict[str, np.ndarray], other: Plan) ->
     assert_close(state.params, expected.params, 1e-5)
 
 
-MESHES = [(2, 1), (8, 1), (1, 2), (1, 4), (1, 8), (2, 2), (2, 4), (4, 2)]
-QUICK = [("replicate", mesh) for mesh in ((2, 1), (1, 4), (2, 4))]
+MESHES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2), (1, 4, 2), (2, 1, 4), (1, 2, 4), (4, 2, 1)]
+QUICK = [("replicate", mesh) for mesh in ((8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2))]
+QUICK += [("vocab_parallel", (2, 2, 2)), ("tied", (1, 2, 4))]
 
 
 @pytest.mark.parametrize(
@@ -141,7 +144,7 @@ QUICK = [("replicate", mesh) for mesh in ((2, 1), (1, 4), (2, 4))]
         pytest.param(
             head,
             mesh,
-            id=f"{head}-{mesh[0]}x{mesh[1]}",
+            id=f"{head}-{'x'.join(map(str, mesh))}",
             marks=() if (head, mesh) in QUICK else pytest.mark.slow,
         )
         for head in HEADS
@@ -155,7 +158,7 @@ def test_an_update_is_that_of_one_device(head, mesh):
 def test_the_update_is_adam_on_the_clipped_gradient_of_the_mean():
     """And its norm counts every element once; the meshes are compared with this."""
     plan, batch = plan_of(), make_batch()
-    loss, weight, grads = jax.device_get(
+    (loss, weight, _), grads = jax.device_get(
         jax.jit(gradients, static_argnums=2)(fresh_state(CONFIG).params, batch, plan)
     )
     (metrics,), state = update(plan, batch)
@@ -173,16 +176,19 @@ def test_the_update_is_adam_on_the_clipped_gradient_of_the_mean():
 
 
 def test_the_same_values_are_drawn_on_every_mesh():
-    alone, spread = fresh_state(CONFIG).params, init_params(plan_of(mesh=(2, 4)), 0)
+    alone, spread = fresh_state(CONFIG).params, init_params(plan_of(mesh=(1, 2, 4)), 0)
     assert alone.keys() == spread.keys()
     for path, value in spread.items():
         assert value.dtype == jnp.float32
         np.testing.assert_array_equal(np.asarray(value), alone[path], err_msg=path)
-    assert spread["layers.0.attention.wq.weight"].addressable_shards[0].data.shape[0] == 2
+    parts = {p: spread[p].addressable_shards[0].data.shape for p in spread}
+    assert parts["layers.0.attention.wq.weight"] == (2, 2, 8)
+    assert parts["layers.0.attention.wo.weight"] == (2, 8, 2)
+    assert parts["tok_embeddings.weight"] == parts["lm_head.weight"] == (16, 8)
 
 
 @pytest.mark.parametrize(
-    "mesh", [None, pytest.param((2, 2), marks=pytest.mark.slow)], ids=["one device", "2x2"]
+    "mesh", [None, pytest.param((1, 2, 2), marks=pytest.mark.slow)], ids=["one device", "1x2x2"]
 )
 def test_microbatches_of_1_and_many_valid_tokens_equal_one_big_batch(mesh):
     batch = make_batch()
@@ -194,7 +200,7 @@ def test_microbatches_of_1_and_many_valid_tokens_equal_one_big_batch(mesh):
     assert_same_update(plan_of(mesh=mesh, accumulate=2), batch, plan_of())
 
 
-@pytest.mark.parametrize("mesh", [None, (2, 4)], ids=["one device", "2x4"])
+@pytest.mark.parametrize("mesh", [None, (1, 2, 4)], ids=["one device", "1x2x4"])
 def test_a_batch_without_valid_tokens_has_loss_0_and_no_nan(mesh):
     batch = make_batch()
     batch["loss_mask"][:] = 0
@@ -213,8 +219,17 @@ def test_a_batch_without_valid_tokens_has_loss_0_and_no_nan(mesh):
         )
 
 
-def test_remat_changes_nothing():
-    assert_same_update(plan_of(remat=True), make_batch(), plan_of())
+@pytest.mark.parametrize(
+    ("remat", "mesh"),
+    [
+        ("layer", None),
+        ("attention", (2, 2, 2)),
+        pytest.param("layer", (1, 8, 1), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_remat_changes_nothing(remat, mesh):
+    assert_same_update(plan_of(mesh=mesh, remat=remat), make_batch(), plan_of())
 
 
 def test_bfloat16_compute_keeps_float32_masters_and_learns():
@@ -228,7 +243,7 @@ def test_bfloat16_compute_keeps_float32_masters_and_learns():
     assert metrics[-1]["loss"] < metrics[0]["loss"] - 0.02
 
 
-@pytest.mark.parametrize("mesh", [None, (2, 4)], ids=["one device", "2x4"])
+@pytest.mark.parametrize("mesh", [None, (1, 2, 4)], ids=["one device", "1x2x4"])
 def test_evaluation_sums_over_the_whole_batch(mesh):
     batch, plan = make_batch(), plan_of(mesh=mesh)
     placed = jax.device_put(batch, plan.batch_sharding())
