@@ -144,7 +144,9 @@ class _Sample:
     def _push(self, token: int, burst: Burst, t: int) -> str:
         before = self._text.decoded
         part = self._text.push(token)
-        start = max(before, self._text.decoded - self._length(token))
+        own = self._length(token)
+        # What came before may have become certain only now.
+        start = max(before, self._text.decoded - own) if own else before
         logprob, top = None, ()
         if burst.logprobs is not None:
             logprob = float(burst.logprobs[self._index][t])
@@ -160,10 +162,13 @@ class _Sample:
         return part
 
     def _length(self, token: int) -> int:
-        """Characters of a token's own text; a part of a character counts as none."""
+        """Characters of a token that is whole characters; else 0."""
         if token >= self._tokenizer.vocab_size:
             return 0
-        return len(self._tokenizer.token_bytes(token).decode("utf-8", "ignore"))
+        try:
+            return len(self._tokenizer.token_bytes(token).decode("utf-8"))
+        except UnicodeDecodeError:
+            return 0
 
     def _begun(self) -> Iterator[Token]:
         """Tokens whose text has begun, so that none shows what a stop string cut off."""

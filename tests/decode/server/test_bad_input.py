@@ -1,0 +1,245 @@
+"""What bad input gets: an error in OpenAI's format that names the parameter, and the next answer is right."""
+
+import json
+import socket
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def the_next_answer_is_right(server, expected):
+    yield
+    answer = server.post(max_tokens=4)
+    assert answer.status_code == 200
+    assert answer.json()["choices"][0]["text"] == expected("def f(", 4)
+
+
+def refused(response, status, message, param=None, code=None):
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert message in error["message"], error
+    assert "\n" not in error["message"]
+    assert error["param"] == param
+    if code is not None:
+        assert error["code"] == code
+
+
+LONG = "x = 1\n" * 200
+
+BODIES = [
+    (dict(prompt=""), "prompt: is empty", "prompt"),
+    (dict(prompt=[]), "prompt: is empty", "prompt"),
+    (dict(prompt=[""]), "prompt: is empty", "prompt"),
+    (dict(prompt=...), "prompt: required, but not given", "prompt"),
+    (dict(prompt=7), "prompt: must be a string, an array", "prompt"),
+    (dict(prompt=[1, "a"]), "prompt: must be a string, an array", "prompt"),
+    (dict(prompt=[1.5]), "prompt: must be a string, an array", "prompt"),
+    (dict(prompt=[400]), "prompt: 400 must be from 0 to 399", "prompt"),
+    (dict(prompt=[-1]), "prompt: -1 must be at least 0", "prompt"),
+    (dict(prompt=["a"] * 65), "prompt: 65 prompts; at most 64", "prompt"),
+    (dict(prompt=["a"] * 9, n=8), "n: 72 answers; at most 64", "n"),
+    (dict(prompt="\ud800"), "lone surrogate U+D800", "prompt"),
+    (dict(prompt=LONG), "exceeds the context of 128", "max_tokens"),
+    (dict(max_tokens=0), "max_tokens: 0 must be at least 1", "max_tokens"),
+    (dict(max_tokens=-5), "max_tokens: -5 must be at least 1", "max_tokens"),
+    (dict(max_tokens=1000), "max_tokens 1000 exceeds the context of 128", "max_tokens"),
+    (dict(max_tokens=10**30), "max_tokens", "max_tokens"),
+    (dict(max_tokens=2.5), "max_tokens: 2.5 must be a valid integer", "max_tokens"),
+    (dict(max_tokens="4"), 'max_tokens: "4" must be a valid integer', "max_tokens"),
+    (dict(max_tokens=True), "max_tokens: true must be a valid integer", "max_tokens"),
+    (dict(model="gpt"), "model: 'gpt' is not served here", "model"),
+    (dict(temperature=-1), "temperature: -1.0 must be 0", "temperature"),
+    (dict(temperature="hot"), 'temperature: "hot" must be a valid number', "temperature"),
+    (dict(temperature=1e-30), "temperature", "temperature"),
+    (dict(top_p=0), "top_p: 0.0 must be above 0 to 1", "top_p"),
+    (dict(top_p=1.1), "top_p", "top_p"),
+    (dict(top_k=-1), "top_k: -1 must be at least 0", "top_k"),
+    (dict(min_p=2), "min_p", "min_p"),
+    (dict(presence_penalty=3), "presence_penalty", "presence_penalty"),
+    (dict(frequency_penalty=-2.1), "frequency_penalty", "frequency_penalty"),
+    (dict(repetition_penalty=0), "repetition_penalty", "repetition_penalty"),
+    (dict(n=0), "n: 0 must be from 1", "n"),
+    (dict(n=65), "n: 65 answers; at most 64", "n"),
+    (dict(stop=[""]), "stop: a stop string is empty", "stop"),
+    (dict(stop=["a"] * 17), "stop: 17 strings", "stop"),
+    (dict(stop=[1]), "stop[0]: 1 must be a valid string", "stop"),
+    (dict(stop={"a": 1}), "stop", "stop"),
+    (dict(seed=1.5), "seed", "seed"),
+    (dict(seed=2**70), "seed", "seed"),
+    (dict(logprobs=21), "logprobs: 21 must be less than or equal to 20", "logprobs"),
+    (dict(logprobs=True), "logprobs", "logprobs"),
+    (dict(logit_bias={"x": 1}), "logit_bias: 'x' is not a token id", "logit_bias"),
+    (dict(logit_bias={"5": 101}), "logit_bias[5]: 101.0 must be from -100 to 100", "logit_bias"),
+    (dict(logit_bias={"999": 1}), "logit_bias: 999 must be from 0 to 399", "logit_bias"),
+    (dict(logit_bias=[1]), "logit_bias: [1] must be a valid dictionary", "logit_bias"),
+    (dict(stream="yes"), 'stream: "yes" must be a valid boolean', "stream"),
+    (dict(stream_options={"include_usage": True}), "needs stream: true", "stream_options"),
+    (
+        dict(stream=True, stream_options={"x": 1}),
+        "stream_options.x: unknown field",
+        "stream_options",
+    ),
+    (
+        dict(temprature=1),
+        "temprature: unknown parameter (did you mean 'temperature'?)",
+        "temprature",
+    ),
+    (dict(echo=True), "echo: not supported by this server", "echo"),
+    (dict(suffix="}"), "suffix: not supported by this server", "suffix"),
+    (dict(best_of=3), "best_of: not supported by this server", "best_of"),
+    (dict(speculate="magic"), "speculate: \"magic\" must be 'ngram'", "speculate"),
+    (dict(messages=[]), "messages: unknown parameter", "messages"),
+]
+
+
+@pytest.mark.parametrize(("body", "message", "param"), BODIES)
+def test_a_wrong_completion_request_names_the_parameter(server, body, message, param):
+    if body.get("prompt") == "\ud800":  # as JSON escapes it
+        response = server.http.post(
+            "/v1/completions",
+            content=json.dumps(body),
+            headers={"Content-Type": "application/json"},
+        )
+    else:
+        response = server.post(**body)
+    refused(response, 404 if "model" in body else 400, message, param)
+
+
+USER = {"role": "user", "content": "a"}
+CHATS = [
+    (dict(messages=...), "messages: required, but not given", "messages"),
+    (dict(messages=[]), "messages: is empty", "messages"),
+    (dict(messages="hi"), 'messages: "hi" must be a valid list', "messages"),
+    (dict(messages=["hi"]), 'messages[0]: "hi" must be', "messages"),
+    (
+        dict(messages=[{"role": "robot", "content": "a"}]),
+        "messages[0].role: \"robot\" must be 'system'",
+        "messages",
+    ),
+    (dict(messages=[{"role": "user"}]), "messages[0].content: required, but not given", "messages"),
+    (dict(messages=[{"role": "user", "content": None}]), "messages[0].content", "messages"),
+    (
+        dict(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]),
+        "messages[0].content",
+        "messages",
+    ),
+    (
+        dict(messages=[{**USER, "tool_calls": []}]),
+        "messages[0].tool_calls: unknown field",
+        "messages",
+    ),
+    (dict(prompt="a"), "prompt: unknown parameter", "prompt"),
+    (dict(top_logprobs=2), "top_logprobs: needs logprobs: true", "top_logprobs"),
+    (dict(logprobs=2), "logprobs", "logprobs"),
+    (
+        dict(max_completion_tokens=0),
+        "max_completion_tokens: 0 must be at least 1",
+        "max_completion_tokens",
+    ),
+    (dict(tools=[{"type": "function"}]), "tools: not supported by this server", "tools"),
+    (
+        dict(response_format={"type": "json_object"}),
+        "response_format: not supported",
+        "response_format",
+    ),
+    (
+        dict(messages=[{**USER, "content": LONG}], max_tokens=...),
+        "leave no room in the context of 128",
+        "messages",
+    ),
+]
+
+
+@pytest.mark.parametrize(("body", "message", "param"), CHATS)
+def test_a_wrong_chat_request_names_the_parameter(server, body, message, param):
+    response = server.post("chat/completions", **{"messages": [USER], **body})
+    refused(response, 400, message, param)
+
+
+def test_parameters_that_ask_for_nothing_are_taken(server, expected):
+    response = server.post(
+        echo=False, best_of=1, suffix=None, user="me", store=True, metadata={"a": "b"}, stop=None
+    )
+    assert response.json()["choices"][0]["text"] == expected("def f(", 4)
+    chat = server.post(
+        "chat/completions",
+        messages=[
+            {**USER, "name": "me"},
+            {"role": "assistant", "content": "b", "refusal": None},
+            USER,
+        ],
+        tools=[],
+        tool_choice="none",
+        response_format={"type": "text"},
+        modalities=["text"],
+    )
+    assert chat.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "the body is empty"),
+        (b"{", "not valid JSON"),
+        (b'{"prompt": "a",}', "not valid JSON"),
+        (b'{"prompt": "\xff"}', "not valid JSON"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b"[1]", "must be a JSON object, not an array"),
+        (b"null", "must be a JSON object, not null"),
+        (b'{"prompt": "a", "temperature": NaN}', "temperature"),
+        (b'{"prompt": "a", "temperature": 1e999}', "temperature"),
+        (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "not valid JSON"),
+    ],
+)
+def test_a_body_that_is_no_request(server, content, message):
+    headers = {"Content-Type": "application/json"}
+    response = server.http.post("/v1/completions", content=content, headers=headers)
+    assert response.status_code == 400
+    assert message in response.json()["error"]["message"]
+
+
+def test_a_large_body_is_refused_without_being_read(server):
+    def endless():
+        for _ in range(50):
+            sent.append(1)
+            yield b" " * (1 << 20)
+
+    sent = []
+    headers = {"Content-Type": "application/json", "Content-Length": str(50 << 20)}
+    response = server.http.post("/v1/completions", content=endless(), headers=headers)
+    refused(response, 413, "larger than 4194304 bytes", code="body_too_large")
+    assert len(sent) < 50
+    # And when its length was not announced.
+    sent.clear()
+    headers = {"Content-Type": "application/json"}
+    response = server.http.post("/v1/completions", content=endless(), headers=headers)
+    refused(response, 413, "larger than 4194304 bytes", code="body_too_large")
+    assert len(sent) < 50
+
+
+def test_other_content_types_are_refused(server):
+    response = server.http.post("/v1/completions", content=b'{"prompt": "a"}')
+    refused(response, 415, "Content-Type must be application/json")
+
+
+def test_unknown_paths_and_methods(server):
+    refused(server.http.get("/v1/embeddings"), 404, "/v1/embeddings: nothing is here")
+    refused(server.http.get("/v1/completions"), 405, "/v1/completions: GET is not allowed")
+
+
+def test_what_is_not_http_does_no_harm(server):
+    for data in (b"\x16\x03\x01\x02\x00\x01", b"GET\r\n\r\n", b"POST /v1/completions HTTP/1.1\r\n"):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=5) as client:
+            client.sendall(data)
+
+
+def test_a_client_that_leaves_before_its_body_is_complete(server):
+    before = server.metric("requests_total", outcome="cancelled")
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as client:
+        client.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n"
+            b"Content-Type: application/json\r\n\r\n{"
+        )
+    server.wait(lambda: server.metric("requests_total", outcome="cancelled") == before + 1)
