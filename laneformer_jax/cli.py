@@ -35,7 +35,8 @@ class Command(NamedTuple):
 COMMANDS: dict[str, Command] = {
     "quickstart": Command("train.quickstart", "train, resume, sample and export a small model"),
     "train": Command("train.cli", "train one phase from a config file"),
-    "generate": Command("decode.cli", "continue a prompt"),
+    "generate": Command("decode.cli", "continue a prompt, or answer chat messages"),
+    "serve": Command("decode.server.cli", "answer over HTTP, as OpenAI's interface, with a page"),
     "evaluate": Command("eval.cli", "HumanEval+, MBPP+ and perplexity of a checkpoint"),
     "export": Command(
         "laneformer_jax.checkpoint.cli",
