@@ -83,6 +83,9 @@ class LaneformerConfig:
     use_early_comm: bool = True
     early_broadcast: bool = True  # layers summed at once also queue their partials
     final_own_scale: Literal["one", "sqrt_lanes"] = "one"  # own output of the last δ layers
+    # Ladder Residual (arXiv 2501.06589) in place of delay: a module reads the stream without the sum of
+    # the module before it, which is in flight. Ours; delay and early mode then mean nothing.
+    ladder_residual: bool = False
     use_comm: bool | None = None  # older: both modules at once; None: on
     use_attention_comm: bool | None = None  # newer: None follows use_comm
     use_mlp_comm: bool | None = None
@@ -187,6 +190,9 @@ class LaneformerConfig:
                 f"false with lm_head_type {self.lm_head_type}: only the replicate head has the "
                 "embedding's shape",
             )
+        for name in ("use_comm", "use_attention_comm", "use_mlp_comm"):
+            if self.ladder_residual and getattr(self, name) is False:
+                _refuse(name, False, "true or absent with ladder_residual")
         for name in ("use_attention_comm", "use_mlp_comm"):
             if self.use_comm is False and getattr(self, name):
                 _refuse(name, True, "false or absent when use_comm is false")
@@ -251,10 +257,13 @@ class LaneformerConfig:
 
     def sums_now(self, layer: int) -> bool:
         """Whether `layer` adds all lanes' outputs at once (ordinary tensor parallelism)."""
-        return self.use_early_comm and layer < self.broadcast_delay
+        return self.use_early_comm and layer < self.broadcast_delay and not self.ladder_residual
 
     def queues(self, layer: int, module: str) -> bool:
-        """Whether the partials of `module` in `layer` reach the other lanes δ layers later."""
+        """Whether the partials of `module` in `layer` reach the other lanes δ layers later (with
+        `ladder_residual`: one module later)."""
+        if self.ladder_residual:
+            return True
         arrives = layer + self.broadcast_delay < self.num_hidden_layers
         held_back = self.sums_now(layer) and not self.early_broadcast
         return self.communicates(module) and arrives and not held_back
@@ -346,6 +355,7 @@ _WRITTEN_WHEN_SET = (_NULLABLE - {"sliding_window"}) | {
     "qk_norm",
     "early_broadcast",
     "final_own_scale",
+    "ladder_residual",
     "initializer_range",
 }
 

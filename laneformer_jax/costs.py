@@ -71,9 +71,10 @@ def training_flops(config: LaneformerConfig, sequence: int) -> float:
 
 def waited_lane_sums(config: LaneformerConfig) -> int:
     """Lane sums that the next operation waits for: those of the early layers with early
-    communication, and the lane mean before the head. The others have δ layers of time."""
+    communication, or the last one with `ladder_residual`, and the lane mean before the head. The
+    others have time: δ layers, or one module."""
     early = sum(config.sums_now(layer) for layer in _layers(config))
-    return 2 * early + (config.lm_head_type == "replicate")
+    return 2 * early + config.ladder_residual + (config.lm_head_type == "replicate")
 
 
 def _layers(config: LaneformerConfig) -> range:
