@@ -352,6 +352,8 @@ def check_dense(config: LaneformerConfig) -> None:
     lanes, layers = config.num_lanes, config.num_hidden_layers
     found = []
     if lanes > 1:
+        if config.ladder_residual:
+            found.append("ladder_residual: modules that read an older stream are no dense model")
         if config.broadcast_delay < layers:
             found.append(
                 f"broadcast_delay {config.broadcast_delay} is less than num_hidden_layers {layers}: "
