@@ -14,6 +14,7 @@ from data.mixture import Mixture, Weights
 from data.packing import Batch, pack, padding, stacked
 from data.sources import Split
 from data.streams import Chain, DocumentStream, hub_stream
+from data.workers import Workers
 from laneformer_jax import settings
 from laneformer_jax.errors import UserError, nearest
 from laneformer_jax.tokenizer import Tokenizer
@@ -65,52 +66,62 @@ def build_eval_dataset(
     check_divides("batch_size", batch_size, "processes", process_count)
     plain = {**settings.to_dict(config), "schedule": [], "sources": settings.to_dict(chosen)}
     encoders = open_encoders(settings.from_dict(DataConfig, plain), tokenizer, "heldout", seq_len)
-    stream = Mixture(
-        [Chain([once(e, "heldout", config, shuffled=True) for e in encoders])],
-        ["evaluation"],
-        Weights.constant([1.0]),
-        [None if None in [e.size for e in encoders] else sum(e.size or 0 for e in encoders)],
-    )
-    rows = pack(stream, seq_len, config.packing, config.packing_bins, seed=0)
-    return _EvalBatches(rows, seq_len, batch_size, process_index, process_count, max_batches)
+    mine = batch_size // process_count
+    rows = slice(process_index * mine, (process_index + 1) * mine)
+    return _EvalBatches(encoders, config, seq_len, batch_size, rows, max_batches)
 
 
 def once(
-    encoder: Encoder, split: Split, config: DataConfig, shuffled: bool = False
+    split: Split,
+    config: DataConfig,
+    workers: Workers,
+    number: int,
+    shuffled: bool = False,
 ) -> grain.IterDataset:
     """Every document of a source, encoded, once: in order, or in one fixed shuffled order."""
+    encoder = workers.encoders[number]
     if encoder.source is None:
         encoder = dataclasses.replace(encoder, config=dataclasses.replace(encoder.config, epochs=1))
         return hub_stream(encoder, split, config.deduplicate, seed=None)
     order = grain.MapDataset.range(len(encoder.source))
-    documents = (order.seed(0).shuffle() if shuffled else order).map(encoder)
-    return DocumentStream(documents, config.num_workers, config.read_threads)
+    order = order.seed(0).shuffle() if shuffled else order
+    return DocumentStream(order, workers, number)
 
 
 class _EvalBatches(grain.IterDataset):
     def __init__(
         self,
-        rows: grain.IterDataset,
+        encoders: Sequence[Encoder],
+        config: DataConfig,
         seq_len: int,
         batch_size: int,
-        process_index: int,
-        process_count: int,
+        rows: slice,
         max_batches: int | None,
     ):
-        super().__init__(rows)
-        self.batch_size, self.max_batches = batch_size, max_batches
-        mine = batch_size // process_count
-        self.rows = slice(process_index * mine, (process_index + 1) * mine)
-        self.seq_len = seq_len
+        super().__init__()
+        self.encoders, self.config, self.seq_len = encoders, config, seq_len
+        self.batch_size, self.rows, self.max_batches = batch_size, rows, max_batches
+
+    def packed(self, workers: Workers) -> grain.IterDataset:
+        """All rows, one source after another."""
+        config, encoders = self.config, self.encoders
+        stream = Mixture(
+            [Chain([once("heldout", config, workers, i, True) for i in range(len(encoders))])],
+            ["evaluation"],
+            Weights.constant([1.0]),
+            [None if None in [e.size for e in encoders] else sum(e.size or 0 for e in encoders)],
+        )
+        return pack(stream, self.seq_len, config.packing, config.packing_bins, seed=0)
 
     def __iter__(self) -> grain.DatasetIterator:
-        return _EvalIterator(iter(self._parent), self)
+        workers = Workers(self.encoders, self.config.num_workers, self.config.read_threads)
+        return _EvalIterator(iter(self.packed(workers)), self, workers)
 
 
 class _EvalIterator(grain.DatasetIterator):
-    def __init__(self, parent: grain.DatasetIterator, dataset: _EvalBatches):
+    def __init__(self, parent: grain.DatasetIterator, dataset: _EvalBatches, workers: Workers):
         super().__init__(parent)
-        self._dataset, self._given = dataset, 0
+        self._dataset, self._workers, self._given = dataset, workers, 0
 
     def __next__(self) -> Batch:
         if self._given == self._dataset.max_batches:
@@ -130,3 +141,7 @@ class _EvalIterator(grain.DatasetIterator):
     def set_state(self, state: Mapping[str, Any]) -> None:
         self._parent.set_state(state["rows"])
         self._given = int(state["given"])
+
+    def close(self) -> None:
+        super().close()
+        self._workers.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from data.sources import Split
 from data.sources.opening import open_source
 from data.state import check_fingerprint, fingerprint
 from data.streams import DocumentStream, hub_stream, streamed_texts
+from data.workers import Workers
 from laneformer_jax.chat import ChatTemplate
 from laneformer_jax.errors import UserError
 from laneformer_jax.tokenizer import Tokenizer
@@ -162,25 +163,26 @@ class _Plan:
         each = self.num_shards // self.process_count
         return range(self.process_index * each, (self.process_index + 1) * each)
 
-    def rows(self, shard: int) -> grain.IterDataset:
+    def workers(self) -> Workers:
+        """What encodes for all sources and shards here."""
+        readers = len(self.encoders) * len(self.shards())
+        return Workers(self.encoders, self.config.num_workers, self.config.read_threads, readers)
+
+    def rows(self, shard: int, workers: Workers) -> grain.IterDataset:
         """The packed rows of one shard."""
         config = self.config
         names = [e.name for e in self.encoders]
-        own = [e.config.weight for e in self.encoders]
-        workers = _workers(config.num_workers, own)
-        streams = [
-            self._documents(encoder, shard, n)
-            for encoder, n in zip(self.encoders, workers, strict=True)
-        ]
+        streams = [self._documents(i, shard, workers) for i in range(len(self.encoders))]
         weights = (
             Weights.scheduled(config.schedule, names, self.num_shards)
             if config.schedule
-            else Weights.constant(own)
+            else Weights.constant([e.config.weight for e in self.encoders])
         )
         mixture = Mixture(streams, names, weights, [e.size for e in self.encoders])
         return pack(mixture, self.seq_len, config.packing, config.packing_bins, self.seed + shard)
 
-    def _documents(self, encoder: Encoder, shard: int, workers: int) -> grain.IterDataset:
+    def _documents(self, number: int, shard: int, workers: Workers) -> grain.IterDataset:
+        encoder = self.encoders[number]
         seed = _source_seed(self.seed, encoder.name)
         if encoder.size is None:
             deduplicate = self.config.deduplicate
@@ -189,16 +191,7 @@ class _Plan:
         # Repeated, then dealt: shards stay within one document of the same epoch, and a source
         # with fewer documents than shards still reaches all of them.
         order = order.repeat(encoder.config.epochs)[shard :: self.num_shards]
-        return DocumentStream(order.map(encoder), workers, self.config.read_threads)
-
-
-def _workers(total: int, weights: Sequence[float]) -> list[int]:
-    """`total` processes dealt to sources by weight; one that gets none is read in this process."""
-    dealt = [0] * len(weights)
-    for _ in range(total):
-        most = max(range(len(weights)), key=lambda i: weights[i] / (dealt[i] + 1))
-        dealt[most] += 1
-    return dealt
+        return DocumentStream(order, workers, number)
 
 
 class _Batches(grain.IterDataset):
@@ -214,12 +207,14 @@ class _BatchIterator(grain.DatasetIterator):
     def __init__(self, plan: _Plan):
         super().__init__()
         self._plan = plan
-        self._shards: dict[int, grain.DatasetIterator] = {}  # closing needs it if opening fails
+        self._shards: dict[int, grain.DatasetIterator] = {}  # closing needs both if opening fails
+        self._workers = plan.workers()
         self._open(plan.num_shards)
 
     def _open(self, num_shards: int) -> None:
         self._plan = _replaced(self._plan, num_shards)
-        self._shards = {s: iter(self._plan.rows(s)) for s in self._plan.shards()}
+        self._workers = self._plan.workers()
+        self._shards = {s: iter(self._plan.rows(s, self._workers)) for s in self._plan.shards()}
 
     def __next__(self) -> Batch:
         plan = self._plan
@@ -264,8 +259,7 @@ class _BatchIterator(grain.DatasetIterator):
     def _close_shards(self) -> None:
         for iterator in self._shards.values():
             iterator.close()
-        # Documents from workers live in shared memory, which is freed with the last reference.
-        self._shards = {}
+        self._workers.close()
 
     def close(self) -> None:
         self._close_shards()

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import grain
 import numpy as np
 
 from data.config import DataConfig
-from data.documents import SKIP_REASONS
+from data.documents import SKIP_REASONS, Encoder
 from data.evaluation import once
 from data.pipeline import closing, open_encoders
 from data.sources.subset import Subset
+from data.workers import Workers
 from laneformer_jax.files import atomic_file
 from laneformer_jax.progress import progress
 from laneformer_jax.tokenizer import Tokenizer
@@ -37,54 +40,65 @@ def measure(
         with the first task each overlaps, and `lengths`, a histogram over powers of two.
     """
     encoders = open_encoders(config, tokenizer, "train", seq_len)
-    total_weight = sum(e.config.weight for e in encoders)
-    out: dict[str, Any] = {}
-    for encoder in encoders:
-        lengths: list[int] = []
-        size = truncated = 0
-        skipped: dict[str, int] = {}
-        contaminated = []
-        with (
-            closing(once(encoder, "train", config)) as documents,
-            progress(encoder.size, f"read {encoder.name}", "documents") as bar,
-        ):
-            for index, document in enumerate(documents):
-                if index == max_documents:
-                    break
-                bar.advance()
-                if document["skip"]:
-                    reason = SKIP_REASONS[document["skip"]]
-                    skipped[reason] = skipped.get(reason, 0) + 1
-                    if reason == "contaminated" and encoder.source is not None:
-                        contaminated.append(_overlap(encoder, index))
-                    continue
-                lengths.append(len(document["example"]))
-                size += document["bytes"]
-                truncated += document["truncated"]
-        tokens = int(np.sum(lengths)) if lengths else 0
-        repeats = encoder.source.duplicates if isinstance(encoder.source, Subset) else 0
-        out[encoder.name] = {
-            "documents": len(lengths),
-            "tokens": tokens,
-            "share": encoder.config.weight / total_weight,
-            "bytes_per_token": size / max(tokens, 1),
-            "longest": max(lengths, default=0),
-            "longer_than_row": int(np.sum(np.asarray(lengths) > seq_len)),
-            "truncated": truncated,
-            "duplicates": repeats + skipped.pop("duplicate", 0),
-            "skipped": skipped,
-            "contaminated": contaminated,
-            "lengths": _histogram(lengths),
+    with contextlib.closing(Workers(encoders, config.num_workers, config.read_threads)) as workers:
+        out = {
+            e.name: _of_source(once("train", config, workers, i), e, seq_len, max_documents)
+            for i, e in enumerate(encoders)
         }
+    weights = sum(e.config.weight for e in encoders)
     total = sum(s["tokens"] for s in out.values())
-    for source in out.values():
+    for encoder in encoders:
+        source = out[encoder.name]
+        source["share"] = encoder.config.weight / weights
         source["tokens_share"] = source["tokens"] / max(total, 1)
     return {"seq_len": seq_len, "sources": out}
 
 
-def _overlap(encoder: Any, index: int) -> dict[str, str]:
+def _of_source(
+    dataset: grain.IterDataset, encoder: Encoder, seq_len: int, max_documents: int | None
+) -> dict[str, Any]:
+    lengths: list[int] = []
+    size = truncated = 0
+    skipped: dict[str, int] = {}
+    contaminated = []
+    with (
+        closing(dataset) as documents,
+        progress(encoder.size, f"read {encoder.name}", "documents") as bar,
+    ):
+        for index, document in enumerate(documents):
+            if index == max_documents:
+                break
+            bar.advance()
+            if document["skip"]:
+                reason = SKIP_REASONS[document["skip"]]
+                skipped[reason] = skipped.get(reason, 0) + 1
+                if reason == "contaminated" and encoder.source is not None:
+                    contaminated.append(_overlap(encoder, index))
+                continue
+            lengths.append(len(document["example"]))
+            size += document["bytes"]
+            truncated += document["truncated"]
+    tokens = int(np.sum(lengths)) if lengths else 0
+    repeats = encoder.source.duplicates if isinstance(encoder.source, Subset) else 0
+    return {
+        "documents": len(lengths),
+        "tokens": tokens,
+        "bytes_per_token": size / max(tokens, 1),
+        "longest": max(lengths, default=0),
+        "longer_than_row": int(np.sum(np.asarray(lengths) > seq_len)),
+        "truncated": truncated,
+        "duplicates": repeats + skipped.pop("duplicate", 0),
+        "skipped": skipped,
+        "contaminated": contaminated,
+        "lengths": _histogram(lengths),
+    }
+
+
+def _overlap(encoder: Encoder, index: int) -> dict[str, str]:
     from data.documents import texts_of
 
+    assert encoder.source is not None
+    assert encoder.benchmarks is not None
     text = "\n".join(texts_of(encoder.source[index], encoder.config))
     task = encoder.benchmarks.overlap(text)
     return {"document": encoder.source.where(index), "task": task or ""}

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import grain
-from absl import flags
 from grain.experimental import WindowShuffleIterDataset
 
 from data.config import SourceConfig
@@ -15,54 +14,39 @@ from data.documents import Encoder, skipped, texts_of
 from data.sources import Split
 from data.sources.hub import HubStream
 from data.sources.opening import text_hash
-
-# Documents that wait per worker process, and per source in this process.
-_WORKER_BUFFER, _READ_BUFFER = 32, 64
+from data.workers import Workers
 
 
 class DocumentStream(grain.IterDataset):
-    """The elements of `documents` in order, with a state of one number.
+    """The documents of one source in an order, encoded, with a state of one number.
 
-    Worker processes stand before mixing and packing and deal the documents among themselves, so
-    what comes out, and the state, do not depend on their number.
+    Workers stand before mixing and packing and give documents back in order, so what comes out,
+    and the state, do not depend on their number.
 
     Args:
-        documents: random access to encoded documents; may be endless.
-        num_workers: processes that read and encode; 0 for this one.
-        num_threads: threads that do so in each process.
+        order: indices of documents; may be endless.
+        workers: encode them; who made them closes them.
+        source: number of the encoder among the workers'.
     """
 
-    def __init__(self, documents: grain.MapDataset, num_workers: int, num_threads: int):
+    def __init__(self, order: grain.MapDataset, workers: Workers, source: int):
         super().__init__()
-        self.documents, self.num_workers, self.num_threads = documents, num_workers, num_threads
+        self.order, self.workers, self.source = order, workers, source
 
     def __iter__(self) -> grain.DatasetIterator:
         return _DocumentIterator(self)
-
-    def from_position(self, position: int) -> grain.DatasetIterator:
-        """A plain grain iterator over the documents from `position` on."""
-        documents = self.documents[position:] if position else self.documents
-        options = grain.ReadOptions(num_threads=self.num_threads, prefetch_buffer_size=_READ_BUFFER)
-        stream = documents.to_iter_dataset(options)
-        if self.num_workers:
-            _parse_absl_flags()
-            stream = stream.mp_prefetch(
-                grain.MultiprocessingOptions(
-                    num_workers=self.num_workers, per_worker_buffer_size=_WORKER_BUFFER
-                )
-            )
-        return iter(stream)
 
 
 class _DocumentIterator(grain.DatasetIterator):
     def __init__(self, stream: DocumentStream):
         super().__init__()
         self._stream, self._position = stream, 0
-        self._inner: grain.DatasetIterator | None = None
+        self._inner: Iterator[dict[str, Any]] | None = None
 
-    def __next__(self) -> Any:
+    def __next__(self) -> dict[str, Any]:
         if self._inner is None:
-            self._inner = self._stream.from_position(self._position)
+            stream = self._stream
+            self._inner = stream.workers.documents(stream.source, stream.order, self._position)
         document = next(self._inner)
         self._position += 1
         return document
@@ -79,15 +63,9 @@ class _DocumentIterator(grain.DatasetIterator):
         super().close()
 
     def _stop(self) -> None:
-        if self._inner is not None:
+        if isinstance(self._inner, grain.DatasetIterator):
             self._inner.close()
-            self._inner = None
-
-
-def _parse_absl_flags() -> None:
-    """grain reads an absl flag when it starts workers, also in programs that do not use absl."""
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS.mark_as_parsed()
+        self._inner = None
 
 
 def hub_stream(

@@ -7,12 +7,11 @@ folder without one is not finished.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import numpy as np
 from data.config import DataConfig
 from data.documents import IGNORE, SKIP_REASONS, Encoder
 from data.pipeline import open_encoders
+from data.processes import Processes
 from data.sources.tokenized import FORMAT, MANIFEST, PARTS
 from laneformer_jax import settings
 from laneformer_jax.errors import UserError
@@ -156,9 +156,8 @@ def _mapped(
     if num_workers == 0:
         yield from map(writer, ranges)
         return
-    # Spawned: a forked child of a process with threads can deadlock.
-    with ProcessPoolExecutor(num_workers, mp_context=get_context("spawn")) as pool:
-        yield from pool.map(writer, ranges)
+    with contextlib.closing(Processes(writer, num_workers)) as processes:
+        yield from processes.map(ranges, ahead=2 * num_workers)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,13 @@
 """Overlap with the benchmarks: 13 words in a row, no fewer."""
 
+import doctest
+import gzip
+import heapq
+import ipaddress
+import json
 import pickle
 import re
+from pathlib import Path
 
 import pytest
 from batch_rows import write_jsonl
@@ -10,7 +16,7 @@ from hypothesis import strategies as st
 
 from data import DataConfig, build_dataset, closing, counts
 from data import decontaminate as module
-from data.decontaminate import Benchmarks, N, ngram_hashes
+from data.decontaminate import MIN_NAMES, Benchmarks, N, ngram_hashes
 from laneformer_jax import settings as run_settings
 
 texts = st.text(alphabet="aB1_ \n.(é", max_size=120)
@@ -54,17 +60,65 @@ def test_thirteen_words_overlap_and_twelve_do_not():
     assert pickle.loads(pickle.dumps(found)).overlap(thirteen) == "Some/1"
 
 
-def test_the_shipped_benchmarks(shared):
-    import gzip
-    import json
+def names(sequence: tuple[str, ...]) -> int:
+    return len({w for w in sequence if len(w.encode()) > 1 and not w.isdigit()})
 
-    shipped = Benchmarks.load()
-    for name, field in (("HumanEvalPlus-OriginFmt", "prompt"), ("MbppPlus-OriginFmt", "code")):
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.sampled_from(["0", "12", "a", "a1", "é", "x_", "1a", "9" * 20]), max_size=30))
+def test_sequences_without_two_names_are_not_kept(listed):
+    text = " ".join(listed)
+    kept = [h for h, s in zip(ngram_hashes(text).tolist(), sequences(text), strict=True)
+            if names(s) >= MIN_NAMES]  # fmt: skip
+    assert set(Benchmarks.build([("Some/1", text)]).hashes.tolist()) == set(kept)
+
+
+@pytest.fixture(scope="module")
+def tasks(shared):
+    """Every text of 13 words or more of HumanEval+ and MBPP+: prompts and solutions by themselves."""
+    out = []
+    for name, fields in (
+        ("HumanEvalPlus-OriginFmt", ("prompt", "canonical_solution")),
+        ("MbppPlus-OriginFmt", ("prompt", "code")),
+        ("mbpp", ("text", "code")),
+    ):
         lines = gzip.decompress((shared / "evaldata" / f"{name}.jsonl.gz").read_bytes())
-        rows = [json.loads(line) for line in lines.splitlines()]
-        long = [r for r in rows if len(words(r[field])) >= N]
-        assert len(long) > 0.6 * len(rows)
-        assert all(shipped.overlap(r[field]) for r in long)
+        for row in map(json.loads, lines.splitlines()):
+            if name != "mbpp" or 11 <= row["task_id"] <= 510:
+                out += [row[field] for field in fields]
+    return [text for text in out if any(names(s) >= MIN_NAMES for s in sequences(text))]
+
+
+def test_every_prompt_and_solution_is_found(tasks):
+    shipped = Benchmarks.load()
+    assert len(tasks) > 1500
+    assert all(map(shipped.overlap, tasks))
+
+
+def test_what_is_reformatted_or_stands_among_other_code_is_found(tasks):
+    shipped = Benchmarks.load()
+    for text in tasks:
+        other = re.sub(r"[\s(),:]+", lambda m: m[0] + "\t ", text.replace("'", '"')).upper()
+        assert shipped.overlap(f"import os\n\n{other}\n# {'the end ' * 20}"), text
+
+
+def test_what_is_changed_in_one_word_is_found_by_the_rest(tasks):
+    shipped = Benchmarks.load()
+    long = [t for t in tasks if len(words(t)) >= 2 * N + 1]
+    assert len(long) > 500
+    for text in long:
+        middle = words(text)
+        middle[len(middle) // 2] = "replaced"
+        assert shipped.overlap(" ".join(middle)), text
+
+
+def test_the_standard_library_is_not_taken_for_a_benchmark():
+    """Its lists of numbers are also in MBPP's tests."""
+    shipped = Benchmarks.load()
+    sequence = " ".join(map(str, range(20)))
+    assert shipped.overlap(sequence) is None
+    for module_ in (heapq, doctest, ipaddress):
+        assert shipped.overlap(Path(module_.__file__).read_text(encoding="utf-8")) is None
 
 
 def test_contaminated_documents_are_left_out_and_counted(tmp_path, tokenizer, monkeypatch):

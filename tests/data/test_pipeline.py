@@ -1,11 +1,12 @@
 """Batches: deterministic, complete, dealt without overlap, and resumed exactly."""
 
 import json
+import multiprocessing
 from collections import Counter
 from itertools import islice
 
 import pytest
-from batch_rows import check, names, pairs, same, segments
+from batch_rows import check, names, pairs, same, segments, write_jsonl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,6 +38,11 @@ def mixed(corpora):
             "weight": 0.2,
         },
     }
+
+
+@pytest.fixture(scope="module")
+def held(mixed):
+    return {name: {**source, "heldout": 0.3} for name, source in mixed.items()}
 
 
 def config(sources, **fields):
@@ -288,7 +294,6 @@ def test_worker_processes_change_nothing(mixed, tokenizer):
     assert after == state
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
 def test_a_mixed_run_moves_between_numbers_of_workers(mixed, tokenizer, packing):
     def run(workers, n, state=None):
@@ -297,10 +302,66 @@ def test_a_mixed_run_moves_between_numbers_of_workers(mixed, tokenizer, packing)
 
     whole, _ = run(0, 12)
     seen, state = [], None
-    for workers, n in ((1, 3), (4, 3), (0, 3), (2, 3)):
+    for workers, n in ((1, 3), (3, 3), (0, 3), (2, 3)):
         batches, state = run(workers, n, state)
         seen += batches
     assert all(map(same, seen, whole))
+
+
+def data_workers():
+    return [p for p in multiprocessing.active_children() if p.name == "laneformer-data"]
+
+
+def test_workers_are_as_many_as_asked_for_and_end_with_the_iterator(mixed, tokenizer):
+    """Whatever the number of sources and shards."""
+    cfg = config(mixed, num_workers=2, num_shards=4)
+    with closing(build_dataset(cfg, tokenizer, **SIZES)) as batches:
+        next(batches)
+        assert len(data_workers()) == 2
+    assert data_workers() == []
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_killed_worker_ends_the_run(mixed, tokenizer, prefetch):
+    cfg = config(mixed, num_workers=2, prefetch_batches=prefetch)
+    with closing(build_dataset(cfg, tokenizer, **SIZES)) as batches:
+        next(batches)
+        data_workers()[0].kill()
+        with pytest.raises(UserError, match=r"data worker \d+ ended with exit code -9"):
+            list(islice(batches, 2000))
+
+
+def test_a_bad_document_stops_workers_where_it_stops_one_process(tmp_path, tokenizer):
+    rows = [{"text": f"text{i}. alpha"} for i in range(60)] + [{"txt": "x"}]
+    write_jsonl(tmp_path / "x.jsonl", rows)
+    source = {"kind": "jsonl", "path": str(tmp_path / "x.jsonl")}
+    seen, errors = [], []
+    for workers in (0, 2):
+        cfg = config({"text": source}, num_workers=workers)
+        seen.append([])
+        with (
+            pytest.raises(UserError, match=r"source 'text': .*x\.jsonl:61: field 'text'") as caught,
+            closing(build_dataset(cfg, tokenizer, **SIZES)) as batches,
+        ):
+            seen[-1].extend(batches)
+        errors.append(str(caught.value))
+    assert len(seen[0]) == len(seen[1]) > 0
+    assert all(map(same, *seen))
+    assert errors[0] == errors[1]
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+def test_evaluation_does_not_depend_on_workers(held, tokenizer, packing):
+    plain, worked = (
+        take(
+            build_eval_dataset(
+                config(held, num_workers=n, packing=packing), tokenizer, seq_len=32, batch_size=4
+            )
+        )[0]
+        for n in (0, 2)
+    )
+    assert len(plain) == len(worked)
+    assert all(map(same, plain, worked))
 
 
 def test_finished_sources_end_every_process_alike(tmp_path, tokenizer):
@@ -335,11 +396,6 @@ def test_sizes_that_do_not_divide_are_refused(mixed, tokenizer):
 
 
 # Held-out documents
-
-
-@pytest.fixture(scope="module")
-def held(mixed):
-    return {name: {**source, "heldout": 0.3} for name, source in mixed.items()}
 
 
 def eval_names(cfg, tokenizer, seq_len=32, **kwargs):
