@@ -35,7 +35,8 @@ def extract(answer: str, entry_point: str) -> str:
         answer: what the model wrote; for a base model, the prompt and its continuation.
         entry_point: the function asked for.
     """
-    lines = answer.lstrip("\ufeff").replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    text = answer.encode("utf-8", "replace").decode()  # no source has halves of surrogate pairs
+    lines = text.lstrip("\ufeff").replace("\r\n", "\n").replace("\r", "\n").split("\n")
     whole = _parsed(lines)
     # Code with a fence in its docstring parses as it stands; so does prose that happens to be code.
     if whole is not None and entry_point in _defined(whole.tree):

@@ -12,7 +12,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
-from eval.sandbox.inside.channel import CALL, ERROR, PART, VALUE
+from eval.sandbox.inside.channel import CALL, DIGEST, ERROR, VALUE
 from eval.sandbox.inside.judge import short, short_args
 from eval.sandbox.process import Process, SandboxError, TimeLimitError
 from eval.sandbox.sandbox import Sandbox
@@ -24,7 +24,6 @@ SLOWDOWN = 10.0  # a program may take this many times what the canonical solutio
 _JUDGE_SECONDS = 60.0
 _CANONICAL_SECONDS = 3600.0
 _SEND_SECONDS = 600.0
-_KEPT = 64 << 20  # results up to this many bytes can be compared other than byte for byte
 
 
 @dataclass(frozen=True)
@@ -52,12 +51,22 @@ class Verdict:
 
 @dataclass(frozen=True)
 class _Result:
-    """One value or error from a process; `data` is None when too long to keep."""
+    """One value or error from a process.
+
+    Args:
+        data: its encoding, or None when it is longer than `inside.serve.KEPT` and stayed inside.
+        digest: SHA-256 of the encoding where `data` is None.
+    """
 
     ok: bool
     size: int
-    digest: bytes
     data: bytes | None
+    digest: bytes = b""
+
+    @property
+    def identity(self) -> tuple[int, bytes]:
+        """Size and digest; equal ones mean equal encodings."""
+        return self.size, self.digest or hashlib.sha256(self.data or b"").digest()
 
 
 class _Failure(Exception):
@@ -165,7 +174,7 @@ class Grader:
         for index, arguments in enumerate(table.inputs):
             expected = table.expected[index] if table.expected is not None else None
             try:
-                result = _result(process, clock, digest=sums is not None)
+                result = _result(process, clock)
             except TimeLimitError:
                 reason = f"still running after {clock.limit:.0f} s"
                 raise _Failure("time limit", reason, index) from None
@@ -174,9 +183,9 @@ class Grader:
             if not result.ok:
                 raise _Failure("exception", _text(result), index)
             if sums is not None:
-                if (result.size, result.digest) == sums[index]:
+                if result.identity == sums[index]:
                     continue
-                expected = self._reference_value(table, arguments, sums[index][0])
+                expected = self._run_reference(table, [arguments])[0].data
             elif result.data == expected:
                 continue
             got = self._compare(table, arguments, result, expected)
@@ -267,26 +276,21 @@ class Grader:
         with self._task_lock(task):
             if key not in self._references:
                 try:
-                    results = self._run_reference(table, table.inputs, digest=True)
+                    results = self._run_reference(table, table.inputs)
                 except _Failure as error:
                     raise UserError(
                         f"{task.task_id}: the data set's own reference function fails here"
                         f" ({error.kind}: {error.reason})"
                     ) from None
-                self._references[key] = [(r.size, r.digest) for r in results]
+                self._references[key] = [r.identity for r in results]
             return self._references[key]
 
-    def _reference_value(self, table: Table, arguments: list[Any], size: int) -> bytes | None:
-        return None if size > _KEPT else self._run_reference(table, [arguments])[0].data
-
-    def _run_reference(
-        self, table: Table, inputs: list[list[Any]], digest: bool = False
-    ) -> list[_Result]:
+    def _run_reference(self, table: Table, inputs: list[list[Any]]) -> list[_Result]:
         assert table.reference is not None
         clock = _Clock(_CANONICAL_SECONDS, lambda: 0.0)
         with self._running(table.reference.source, clock) as process:
             _ask(process, ("map", table.reference.function, inputs))
-            results = [_result(process, clock, digest) for _ in inputs]
+            results = [_result(process, clock) for _ in inputs]
         for result in results:
             if not result.ok:
                 raise _Failure("exception", _text(result))
@@ -317,29 +321,21 @@ def _ask(process: Process, request: Any) -> None:
     process.send(request, time.monotonic() + _SEND_SECONDS)
 
 
-def _result(process: Process, clock: _Clock, digest: bool = False) -> _Result:
-    """Read one value or error, however many frames it comes in."""
-    kept: list[bytes] | None = []
-    size, sha = 0, hashlib.sha256() if digest else None
+def _result(process: Process, clock: _Clock) -> _Result:
+    """Read one value or error."""
     while True:
         try:
             frame = process.receive(clock.deadline)
+            break
         except TimeLimitError:
-            if clock.extend():
-                continue
-            raise
-        if frame.tag not in (VALUE, PART, ERROR):
-            raise SandboxError("wrote to the private pipe")
-        size += len(frame.payload)
-        if sha is not None:
-            sha.update(frame.payload)
-        if kept is not None:
-            kept.append(frame.payload)
-            if size > _KEPT and frame.tag == PART:
-                kept = None
-        if frame.tag != PART:
-            data = None if kept is None or size > _KEPT else b"".join(kept)
-            return _Result(frame.tag == VALUE, size, sha.digest() if sha else b"", data)
+            if not clock.extend():
+                raise
+    if frame.tag == DIGEST and len(frame.payload) == 8 + 32:
+        size = int.from_bytes(frame.payload[:8], "little")
+        return _Result(True, size, None, frame.payload[8:])
+    if frame.tag not in (VALUE, ERROR):
+        raise SandboxError("wrote to the private pipe")
+    return _Result(frame.tag == VALUE, len(frame.payload), frame.payload)
 
 
 def _whole(program: str, tests: Table | Script) -> str:

@@ -103,9 +103,9 @@ class CheckpointModel:
                 # A stop string may begin in what was already there.
                 begin = max(0, len(text) - longest)
                 text += piece
-                before = prompts.cut(text[begin:], ends)
+                before = prompts.cut(text, ends, begin)
                 if before is not None:
-                    return Answer(start + text[:begin] + before, "stop", count)
+                    return Answer(start + before, "stop", count)
         return Answer(start + text + stream.flush(), "length", count)
 
     def _padded(self, length: int, new: int) -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import warnings
+
 INSTRUCTION = (
     "Please provide a self-contained Python script that solves the following problem in a markdown"
     " code block:"
@@ -11,7 +14,7 @@ RESPONSE = (
     " corresponding tests:"
 )
 _STOPS = ("<|endoftext|>", "<|endofmask|>", "</s>", "\nif __name__", "\ndef main(", "\nprint(")
-_CHAT_STOPS = ("\n```\n",)
+_FENCE = "\n```\n"
 _BASE_STOPS = {
     "humaneval": ("\ndef ", "\nclass ", "\nimport ", "\nfrom ", "\nassert "),
     "mbpp": ('\n"""', "\nassert"),
@@ -40,10 +43,33 @@ def stops(family: str, chat: bool) -> tuple[str, ...]:
         family: `humaneval` or `mbpp`.
         chat: whether the answer is a chat message.
     """
-    return _STOPS + (_CHAT_STOPS if chat else _BASE_STOPS[family])
+    return (*_STOPS, _FENCE) if chat else _STOPS + _BASE_STOPS[family]
 
 
-def cut(text: str, ends: tuple[str, ...]) -> str | None:
-    """`text` before the first of `ends`, or None when it holds none."""
-    found = [i for i in (text.find(end) for end in ends) if i >= 0]
-    return text[: min(found)] if found else None
+def cut(text: str, ends: tuple[str, ...], begin: int = 0) -> str | None:
+    """`text` before the first of `ends`, or None when it holds none.
+
+    A fence inside a docstring ends nothing.
+
+    Args:
+        begin: where to start looking.
+    """
+    found = [(i, end) for end in ends if (i := text.find(end, begin)) >= 0]
+    if not found:
+        return None
+    at, end = min(found)
+    if end == _FENCE and _in_string(text[:at]):
+        return cut(text, ends, at + 1)
+    return text[:at]
+
+
+def _in_string(code: str) -> bool:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ast.parse(code)
+    except SyntaxError as error:
+        return "unterminated triple-quoted" in error.msg
+    except (ValueError, RecursionError, MemoryError):
+        pass
+    return False

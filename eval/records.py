@@ -1,4 +1,7 @@
-"""JSON lines that survive being killed: one record per line, a torn last line is dropped."""
+"""JSON lines that survive being killed: one record per line, a torn last line is dropped.
+
+In ASCII, since answers may hold halves of surrogate pairs, which UTF-8 cannot.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +69,7 @@ class Journal:
 
     def add(self, record: dict[str, Any]) -> None:
         """Append a record; it is on disk when this returns."""
-        self._file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+        self._file.write(json.dumps(record).encode() + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())
         self.done[self.key_of(record)] = record
@@ -91,7 +94,7 @@ def write(path: Path, records: list[dict[str, Any]]) -> None:
     """Write a JSON-lines file, whole or not at all."""
     with atomic_file(path) as file:
         for record in records:
-            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+            file.write(json.dumps(record) + "\n")
 
 
 def programs(path: Path, tasks: dict[str, Task]) -> Iterator[tuple[str, int, str]]:

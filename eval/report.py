@@ -43,6 +43,7 @@ def write_report(
                 "prompt": task.prompt,
                 "file": f"tasks/{name}-{task.task_id.replace('/', '-')}.html",
                 "samples": samples[name].get(task.task_id, []),
+                "outcomes": _outcomes(samples[name].get(task.task_id, [])),
             }
             for task in suite.tasks.values()
         ]
@@ -74,6 +75,18 @@ def write_report(
     return folder / "index.html"
 
 
+def _outcomes(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What became of a task's samples: kind, how many, and the first one with its reason."""
+    found: dict[str, dict[str, Any]] = {}
+    for sample in samples:
+        kind = sample["kind"]
+        if kind != "pass" and sample["passed"].get("base") and "plus" in sample["passed"]:
+            kind += " (base passed)"
+        first = {"kind": kind, "count": 0, "sample": sample["sample"], "reason": sample["reason"]}
+        found.setdefault(kind, first)["count"] += 1
+    return list(found.values())
+
+
 def _plot(path: Path, suites: Mapping[str, Any]) -> bool:
     """Draw pass@k over k where there is more than one sample per task."""
     curves = {
@@ -89,7 +102,9 @@ def _plot(path: Path, suites: Mapping[str, Any]) -> bool:
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for label, values in curves.items():
-        axes.plot(range(1, len(values) + 1), [100 * v for v in values], marker=".", label=label)
+        style = "--" if label.endswith(" base") else "-"
+        ks, shown = range(1, len(values) + 1), [100 * v for v in values]
+        axes.plot(ks, shown, style, marker=".", label=label)
     axes.set(xlabel="k", ylabel="pass@k, %", ylim=(0, 100))
     if max(map(len, curves.values())) > 20:
         axes.set_xscale("log")

@@ -67,9 +67,7 @@ class Process:
         frame_limit: most bytes accepted in one payload.
     """
 
-    def __init__(
-        self, command: Sequence[str], options: Mapping[str, Any], frame_limit: int = 256 << 20
-    ):
+    def __init__(self, command: Sequence[str], options: Mapping[str, Any], frame_limit: int):
         self._secret = secrets.token_bytes(16)
         self._frame_limit = frame_limit
         self._began = time.monotonic()

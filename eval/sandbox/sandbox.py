@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from eval.sandbox import seccomp
+from eval.sandbox.inside.serve import KEPT
 from eval.sandbox.process import FOLDER, Process, user_threads
 
 MEMORY = 4 << 30
@@ -45,7 +46,7 @@ class Sandbox:
         Args:
             source: the program; executed as a module of its own.
         """
-        return self._start("serve", {"program": source}, CPU_SECONDS, 256 << 20)
+        return self._start("serve", {"program": source}, CPU_SECONDS, KEPT)
 
     def judge(self) -> Process:
         """Start a judge; see `inside.judge`."""

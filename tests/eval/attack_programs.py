@@ -29,7 +29,7 @@ from inside import channel
 def f(x):
   for c in gc.get_objects():
     if type(c) is channel.Channel:
-      for tag in (b'V', b'R', b'C', b'P', b'V'):
+      for tag in (b'V', b'R', b'C', b'D', b'V'):
         c.send(tag, b'+')
   os._exit(0)
 """,

@@ -76,11 +76,30 @@ def test_busy_machine_fails_nothing(evaldata, sandbox, name):
             process.join()
 
 
+def busy_seconds():
+    """CPU seconds that all processes of this machine have used so far, on all cores."""
+    names = "user nice system idle iowait irq softirq steal".split()
+    with open("/proc/stat") as file:
+        ticks = dict(zip(names, map(int, file.readline().split()[1:]), strict=False))
+    return (sum(ticks.values()) - ticks["idle"] - ticks["iowait"]) / os.sysconf("SC_CLK_TCK")
+
+
+def load_now(seconds=3.0):
+    """Cores in use by anything, on average over so many seconds from now."""
+    before = busy_seconds()
+    time.sleep(seconds)
+    return (busy_seconds() - before) / seconds
+
+
 @pytest.mark.parametrize(("name", "seconds"), [("humaneval+", 40), ("mbpp+", 75)])
 def test_wall_time(evaldata, sandbox, name, seconds):
-    """On two idle cores; a loaded machine cannot say."""
-    if os.getloadavg()[0] > 0.5:
+    """On two idle cores; a machine that does other things before or after cannot say."""
+    if load_now() > 0.2:
         pytest.skip("the machine is busy with something else")
     began = time.monotonic()
     assert judge(load_suite(name, evaldata).tasks, sandbox) == {}
-    assert time.monotonic() - began < seconds
+    took = time.monotonic() - began
+    print(f"{name}: {took:.1f} s")
+    if took >= seconds and load_now() > 0.2:
+        pytest.skip(f"{took:.0f} s, but the machine has become busy with something else")
+    assert took < seconds

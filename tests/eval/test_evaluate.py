@@ -20,7 +20,7 @@ from laneformer_jax.errors import UserError
 ROOT = Path(__file__).resolve().parents[2]
 F = "```"
 JUNK = [
-    "", "I'm sorry, I can't.", f"{F}python\nprint('hello'\n{F}", "\0\ud83d", f"{F}\n" * 40, "(" * 2000,
+    "", "I'm sorry, I can't.", f"{F}python\nprint('hello'\n{F}", "(" * 2000, f"{F}\n" * 40, "\0\ud83d",
 ]  # fmt: skip
 
 
@@ -109,6 +109,22 @@ def test_endpoint_gives_exactly_the_known_score(evaldata, endpoint, tmp_path):
         request(evaldata, tmp_path / "b", samples=tmp_path / "samples-humaneval.jsonl", limit=14)
     )
     assert again["suites"]["humaneval+"]["scores"] == result["scores"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["humaneval+", "mbpp+"])
+def test_endpoint_over_a_whole_suite(evaldata, endpoint, tmp_path, name):
+    """Right answers to the even tasks, wrong code and junk to the odd ones: nothing in between."""
+    Scripted.suite = load_suite(name, evaldata)
+    got = evaluate(Request(suites={name: str(evaldata)}, out=tmp_path, endpoint=endpoint))
+    result, tasks = got["suites"][name], Scripted.suite.tasks
+    even = sum(int(task_id.split("/")[1]) % 2 == 0 for task_id in tasks)
+    assert result["kinds"]["pass"] == even
+    assert result["scores"]["plus"]["pass@1"]["value"] == pytest.approx(even / len(tasks))
+    assert result["scores"]["plus"]["solved"] == {"tasks": even, "of": len(tasks)}
+    answers = records.read(tmp_path / f"answers-{name.rstrip('+')}.jsonl")
+    assert [a["task_id"] for a in answers] == [*tasks]
+    assert "\0\ud83d" in [a["answer"] for a in answers]
 
 
 def test_base_models_continue_the_prompt(evaldata, endpoint, tmp_path):
@@ -242,6 +258,23 @@ def test_ids_that_the_tokenizer_does_not_know_have_no_text(tiny_checkpoint, monk
     monkeypatch.setattr(decode, "stream", lambda *_, **__: iter([burst]))
     got = model.answer("x", "humaneval", Sampling(), 0)
     assert (got.text, got.tokens) == ("x\nab", 4)
+
+
+def test_a_fence_in_a_docstring_does_not_end_an_answer(tiny_checkpoint, monkeypatch):
+    import numpy as np
+
+    import decode
+    from eval.extract import extract
+    from eval.models import CheckpointModel, Sampling
+
+    program = f'def f(x):\n    return x + 1\n\nf.__doc__ = """\n{F}\nf(1)\n{F}\n"""\n'
+    model = CheckpointModel(str(tiny_checkpoint), chat=True)
+    ids = model.tokenizer.encode(f"{program}{F}\nThat is all.\n")
+    bursts = [np.asarray([ids[i : i + 7]], np.int32) for i in range(0, len(ids), 7)]
+    monkeypatch.setattr(decode, "stream", lambda *_, **__: iter(bursts))
+    got = model.answer("x", "humaneval", Sampling(), 0)
+    assert (got.text + "\n", got.finish_reason) == (program, "stop")
+    assert extract(got.text, "f") == program
 
 
 @pytest.mark.parametrize("chat", [False, True])

@@ -44,6 +44,9 @@ ANSWERS = {
     "prose around bare code": f"Here is the code:\n\n{RIGHT}\nIt's simple, isn't it?\n",
     "cut off in a later function": f"{RIGHT}\ndef g(x):\n    return (1 +",
     "cut off in a fence": f"{F}python\n{RIGHT}\ndef g(x):\n    return [1,",
+    "three thousand lines": (
+        f"{F}python\n" + "".join(f"K{i} = {i}\n" for i in range(3000)) + f"{RIGHT}{F}\nDone."
+    ),
     "windows line ends": RIGHT.replace("\n", "\r\n"),
     "byte order mark": "\ufeff" + RIGHT,
     "tabs": "def f(x):\n\tif x:\n\t\treturn x + 1\n\treturn 1\n",
@@ -63,7 +66,8 @@ ANSWERS = {
     "loop of tests": RIGHT + "for i in range(3):\n    print(f(i))\n    assert f(i) == 0\n",
     "unittest": RIGHT + "import unittest\nunittest.main()\n",
     "semicolons": "import math; K = 1\ndef f(x): return x + K\n",
-    "surrogate": 'def f(x):\n    s = "\\ud800"\n    return x + 1\n',
+    "half of a surrogate pair": f"Wow \ud83d\n{F}python\ndef f(x):\n    s = '\ud83d'\n    return x + 1\n{F}",
+    "escaped surrogate": 'def f(x):\n    s = "\\ud800"\n    return x + 1\n',
 }
 
 
@@ -85,6 +89,17 @@ def test_keeps_what_the_program_needs():
 )
 def test_wrong_name_is_kept_as_it_is(answer):
     assert extract(answer, "f") == "def other(x):\n    return 1\n"
+
+
+def test_helper_and_wrong_name_are_kept():
+    code = (
+        "import math\n\ndef helper(x):\n    return x + 1\n\ndef other(x):\n    return helper(x)\n"
+    )
+    got = extract(f"This\tshould do:\n{F}python\n{code}print(other(1))\n{F}\nRun it!", "f")
+    assert got.startswith(code.rstrip())
+    names = {}
+    exec(got, names)
+    assert names["other"](1) == 2
 
 
 @pytest.mark.parametrize("answer", ["", "I cannot help with that.", "(" * 500, "\0", F])

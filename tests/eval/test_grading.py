@@ -144,10 +144,39 @@ def test_reference_runs_apart(grade):
     assert grade(tests, cheat).kind == "exception"
 
 
-def test_long_results_are_streamed(grade):
+def test_long_results_are_encoded_in_pieces(grade):
     tests = table([[300_000]], None, reference=Reference("def r(n): return list(range(n))", "r"))
     assert grade(tests, "def f(n): return list(range(n))").kind == "pass"
     assert grade(tests, "def f(n): return list(range(n))[:-1] + [0]").kind == "wrong answer"
+
+
+def test_very_long_results_are_compared_by_digest(grade):
+    """70 MB that never leave the process; the reference's digest never enters it."""
+    reference = Reference("def r(n): return ['x' * 1000] * 70_000 + [n]", "r")
+    tests = table([[3], [4]], None, reference=reference)
+    assert grade(tests, "def f(n): return ['x' * 1000] * 70_000 + [n]").kind == "pass"
+    got = grade(tests, "def f(n): return ['x' * 1000] * 70_000 + [3]")
+    assert (got.kind, got.passed) == ("wrong answer", {"base": True, "plus": False})
+    assert got.got == "a value of 70350010 bytes"
+    # Where the expected value is known it is short, and so a digest is never right.
+    got = grade(SQUARES, "def f(x): return ['x' * 1000] * 70_000")
+    assert (got.kind, got.got) == ("wrong answer", "a value of 70350005 bytes")
+
+
+@pytest.mark.parametrize("payload", ["bytes(40)", "(8).to_bytes(8, 'little') + bytes(32)", "b''"])
+def test_a_digest_made_up_is_no_pass(grade, payload):
+    """A program that finds the pipe and the secret still does not know the right result."""
+    forged = (
+        "import gc\n"
+        "def f(x):\n"
+        "  for o in gc.get_objects():\n"
+        "    if type(o).__name__ == 'Channel':\n"
+        f"      for _ in range(9): o.send(b'D', {payload})\n"
+        "  import time; time.sleep(9)"
+    )
+    reference = Reference("def r(x): return x", "r")
+    for tests in (SQUARES, table([[1], [2]], None, reference=reference)):
+        assert grade(tests, forged).kind in ("wrong answer", "crash")
 
 
 SCRIPT = Script(
@@ -178,7 +207,12 @@ def test_time_limit_grows_with_the_canonical_solution(sandbox):
 def test_judge_survives_hostile_results(grade):
     """A result that kills the judge is wrong, and the next one is judged all the same."""
     tests = table([[0]], [[1.0]])
-    for out in ("[1 << (1 << 26)]", "{i * (2**61 - 1) for i in range(10_000)}", "[[]] * 10**6"):
+    for out in (
+        "[1 << (1 << 26)]",
+        "[1.0, [1 << 10**6]]",
+        "{i * (2**61 - 1) for i in range(10_000)}",
+        "[[]] * 10**6",
+    ):
         assert grade(tests, f"def f(x): return {out}").kind in ("wrong answer", "time limit")
         assert grade(tests, "def f(x): return [1.0000001]").kind == "pass"
 

@@ -13,7 +13,7 @@ TYPE_CHECKING = False  # typing and collections take longer to import than all t
 if TYPE_CHECKING:
     from typing import Any
 
-READY, VALUE, PART, ERROR, CALL = b"R", b"V", b"P", b"E", b"C"
+READY, VALUE, DIGEST, ERROR, CALL = b"R", b"V", b"D", b"E", b"C"
 
 
 class Channel:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 VERSION = 2
-CHUNK = 20_000  # elements of a long list encoded at a time
+CHUNK = 1000  # elements of a long list encoded at a time: little enough for the processor's cache
 MAX_DEPTH = 100
 _HEADER = 5  # bytes of a list's or tuple's tag and length
 

@@ -89,15 +89,19 @@ def script(channel: Channel, helpers: str, test: str, entry_point: str) -> str |
     return None
 
 
-_repr = reprlib.Repr()
+class _Repr(reprlib.Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        # Decimal digits take quadratic time.
+        return super().repr_int(x, level) if x.bit_length() <= 4096 else f"<{x.bit_length()} bits>"
+
+
+_repr = _Repr()
 _repr.maxlist = _repr.maxtuple = _repr.maxset = _repr.maxdict = 20
 _repr.maxstring = _repr.maxother = _repr.maxlong = 200
 
 
 def short(value: Any) -> str:
     """A repr of at most about 400 characters."""
-    if isinstance(value, int) and value.bit_length() > 4096:
-        return f"<an integer of {value.bit_length()} bits>"
     text = _repr.repr(value)
     return text if len(text) <= 400 else text[:400] + "…"
 
