@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from laneformer_jax.checkpoint import hf, native
+from laneformer_jax.checkpoint.memory import Scratch
 from laneformer_jax.checkpoint.sources import EMBEDDING, Params, Source, Specs, flat_shapes, groups
 from laneformer_jax.checkpoint.tensorfile import TensorFolder, TensorSpec
 from laneformer_jax.config import LaneformerConfig, RopeScaling
@@ -307,9 +308,9 @@ class DenseFolder:
             for path, shape in flat_shapes(self.config).items()
         }
 
-    def read(self, group: str) -> Params:
+    def read(self, group: str, memory: Scratch | None = None) -> Params:
         paths = [path for path in self.specs if native.group_of(path) == group]
-        flat = {p: hf.read_tensor(self.tensors, dense_name(p), self._dtype) for p in paths}
+        flat = {p: hf.read_tensor(self.tensors, dense_name(p), self._dtype, memory) for p in paths}
         order = None
         if self._order is not None and group.startswith("layer_"):
             order = self._order[int(group.removeprefix("layer_"))]

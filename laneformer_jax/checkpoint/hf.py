@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from laneformer_jax.checkpoint.memory import Scratch
 from laneformer_jax.checkpoint.tensorfile import (
     SHARD_BYTES,
     TensorFolder,
@@ -151,9 +152,14 @@ def load(path_or_repo: str | Path, dtype: Any = None, mesh: Mesh | None = None) 
     return model
 
 
-def read_tensor(tensors: TensorFolder, name: str, dtype: Any = None) -> np.ndarray:
-    """One tensor, cast to `dtype`. Warns of NaN and infinite values, its own and the cast's."""
-    value = tensors.read(name)
+def read_tensor(
+    tensors: TensorFolder, name: str, dtype: Any = None, memory: Scratch | None = None
+) -> np.ndarray:
+    """One tensor, cast to `dtype`. Warns of NaN and infinite values, its own and the cast's.
+
+    memory: where it may be read into.
+    """
+    value = tensors.read(name, memory)
     if bad := count_nonfinite(value):
         warnings.warn(
             f"{tensors.files[name]}: tensor {name} holds {bad} NaN or infinite values",

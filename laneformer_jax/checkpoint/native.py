@@ -14,38 +14,43 @@ contradicts it, is not complete and is never loaded. `checkpoint.training` write
 checkpoints of a run.
 """
 
-import json
 import logging
 import os
 import warnings
-import zlib
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from flax import nnx
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from laneformer_jax.checkpoint.hf import abstract_model, check_dtype
+from laneformer_jax.checkpoint.manifest import (
+    MANIFEST,
+    Measured,
+    json_bytes,
+    problems,
+    write_side_files,
+)
+from laneformer_jax.checkpoint.plain import PlainFiles
 from laneformer_jax.config import LaneformerConfig
 from laneformer_jax.errors import UserError
-from laneformer_jax.files import atomic_dir, parse_json, read_json
+from laneformer_jax.files import atomic_dir, read_json
 from laneformer_jax.model import Laneformer, parameter_paths
 from laneformer_jax.sharding import check_mesh, named, parameter_spec
 
 Params = dict[str, Any]  # dotted parameter path -> array (or its shape)
 
 EMBEDDING, HEAD = "embedding", "head"
-CONFIG, METADATA, MANIFEST = "config.json", "metadata.json", "MANIFEST.json"
+CONFIG, METADATA = "config.json", "metadata.json"
 TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json")
 CHECKPOINTS = "checkpoints"  # the folder of steps inside a run's folder
 _FORMAT = 1
-_ORBAX_STAMPS = ("_CHECKPOINT_METADATA", "commit_success.txt")  # touched at the commit itself
 _SHOWN = 4
 # Orbax says so of every item that is not OCDBT, as an inference checkpoint's are not.
 _NO_OCDBT = "Skipping merge of OCDBT checkpoints"
@@ -107,20 +112,30 @@ def model_of(config: LaneformerConfig, params: Mapping[str, Any], mesh: Mesh | N
 
 
 class Writer:
-    """Fills a new inference checkpoint group by group; `folder` is where it grows."""
+    """Fills a new inference checkpoint group by group; `folder` is where it grows.
+
+    Attributes:
+        written: size and checksum of the files of its arrays, by path.
+    """
 
     def __init__(self, folder: Path):
         self.folder = folder
+        self.written: dict[str, Measured] = {}
 
     def add(self, group: str, params: Mapping[str, Any]) -> None:
         """Write one group; every path in `params` must belong to it."""
         strays = [path for path in params if group_of(path) != group]
         assert not strays, f"{strays} do not belong to {group}"
-        # Plain files without compression: weights hardly compress, and it halves the time.
-        handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False)
+        files = PlainFiles()
+        # The second, never used, keeps orbax from warning of its absence.
+        registry = ocp.type_handlers.create_type_handler_registry(
+            (np.ndarray, files), (jax.Array, ocp.type_handlers.ArrayHandler())
+        )
+        handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, type_handler_registry=registry)
         with ocp.Checkpointer(handler) as checkpointer:
-            item = ocp.args.PyTreeSave(dict(params))
+            item = ocp.args.PyTreeSave({path: np.asarray(value) for path, value in params.items()})
             checkpointer.save(self.folder.resolve() / group, args=item)
+        self.written |= {f"{group}/{name}": found for name, found in files.written.items()}
 
 
 @contextmanager
@@ -146,8 +161,9 @@ def new_checkpoint(
     """
     side = side_files(config, {"kind": "inference", "dtype": dtype, **(metadata or {})}, tokenizer)
     with atomic_dir(path) as folder:
-        yield Writer(folder)
-        write_side_files(folder, {**side, **(files or {})})
+        writer = Writer(folder)
+        yield writer
+        write_side_files(folder, {**side, **(files or {})}, writer.written)
 
 
 def save_inference(
@@ -190,8 +206,8 @@ def side_files(
     config: LaneformerConfig, metadata: Mapping[str, Any], tokenizer: str | Path | None
 ) -> dict[str, bytes]:
     files = {
-        CONFIG: _json(config.to_dict()),
-        METADATA: _json({"format": _FORMAT, **metadata, "environment": environment()}),
+        CONFIG: json_bytes(config.to_dict()),
+        METADATA: json_bytes({"format": _FORMAT, **metadata, "environment": environment()}),
     }
     if tokenizer is not None:
         source = tokenizer_file(tokenizer)
@@ -200,66 +216,7 @@ def side_files(
     return files
 
 
-def _json(value: Any) -> bytes:
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
-
-
-def write_side_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    """The files beside the arrays, then the manifest of all."""
-    for name, content in files.items():
-        _write_synced(folder / name, content)
-    names = sorted(
-        str(p.relative_to(folder))
-        for p in folder.rglob("*")
-        if p.is_file() and p.name not in _ORBAX_STAMPS
-    )
-    _write_synced(folder / MANIFEST, _json({"files": _measured(folder, names)}))
-
-
-def _write_synced(path: Path, content: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _measured(folder: Path, names: list[str]) -> dict[str, dict[str, int]]:
-    with ThreadPoolExecutor(8) as pool:
-        return dict(zip(names, pool.map(lambda n: _size_and_crc(folder / n), names), strict=True))
-
-
-def _size_and_crc(path: Path) -> dict[str, int]:
-    size = crc = 0
-    with open(path, "rb") as file:
-        while chunk := file.read(1 << 20):
-            crc = zlib.crc32(chunk, crc)
-            size += len(chunk)
-    return {"size": size, "crc32": crc}
-
-
 # Finding and checking
-
-
-def problems(folder: str | Path) -> list[str]:
-    """What keeps the checkpoint at `folder` from being complete; empty when it is whole."""
-    folder = Path(folder)
-    try:
-        manifest = parse_json((folder / MANIFEST).read_bytes(), MANIFEST)["files"]
-        expected = {name: (entry["size"], entry["crc32"]) for name, entry in manifest.items()}
-    except FileNotFoundError:
-        return [f"{MANIFEST} is missing"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return [f"{MANIFEST} cannot be read"]
-    missing = [name for name in expected if not (folder / name).is_file()]
-    found = [f"{name} is missing" for name in missing]
-    present = [name for name in expected if name not in missing]
-    for name, actual in _measured(folder, present).items():
-        size, crc = expected[name]
-        if actual["size"] != size:
-            found.append(f"{name} has {actual['size']} bytes, should have {size}")
-        elif actual["crc32"] != crc:
-            found.append(f"{name} is corrupt (its checksum differs)")
-    return found
 
 
 def is_native(path: str | Path) -> bool:

@@ -4,7 +4,7 @@ Groups are those of the native format: embedding, each layer, head.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from laneformer_jax.checkpoint import hf, native
+from laneformer_jax.checkpoint.memory import Scratch
+from laneformer_jax.checkpoint.plain import plain_arrays
 from laneformer_jax.checkpoint.tensorfile import TensorFolder, TensorSpec
 from laneformer_jax.config import LaneformerConfig
 from laneformer_jax.errors import UserError
@@ -33,8 +35,8 @@ class Source(Protocol):
     config: LaneformerConfig
     specs: Specs
 
-    def read(self, group: str) -> Params:
-        """The parameters of one group."""
+    def read(self, group: str, memory: Scratch | None = None) -> Params:
+        """The parameters of one group; some may lie in `memory`."""
         ...
 
 
@@ -43,15 +45,24 @@ def groups(source: Source) -> list[str]:
 
 
 def read_ahead(source: Source) -> Iterator[tuple[str, Params]]:
-    """All groups in order, each read while the one before it is used."""
-    names = groups(source)
+    """All groups in order, each read while the one before it is used.
+
+    The arrays of a group hold their values until the next is asked for.
+    """
+    by_group = native.grouped(source.specs)
+    names = list(by_group)
+    largest = max(sum(spec.nbytes for spec in specs.values()) for specs in by_group.values())
+    # Twice, for sources of a wider dtype; room that is never used costs nothing.
+    now, then = Scratch(2 * largest), Scratch(2 * largest)
     with ThreadPoolExecutor(1) as reader:
-        coming = reader.submit(source.read, names[0])
+        coming = reader.submit(source.read, names[0], now)
         for name, following in zip(names, [*names[1:], None], strict=True):
             params = coming.result()
             if following is not None:
-                coming = reader.submit(source.read, following)
+                then.clear()
+                coming = reader.submit(source.read, following, then)
             yield name, params
+            now, then = then, now
 
 
 def flat_shapes(config: LaneformerConfig) -> dict[str, tuple[int, ...]]:
@@ -76,9 +87,9 @@ class LaneFolder:
             for path, shape in shapes.items()
         }
 
-    def read(self, group: str) -> Params:
+    def read(self, group: str, memory: Scratch | None = None) -> Params:
         return {
-            path: hf.read_tensor(self.tensors, hf.tensor_name(path), self._dtype)
+            path: hf.read_tensor(self.tensors, hf.tensor_name(path), self._dtype, memory)
             for path in self.specs
             if native.group_of(path) == group
         }
@@ -124,8 +135,14 @@ class NativeCheckpoint:
             spec == (tuple(held[path].shape), held[path].dtype) for path, spec in self.specs.items()
         )
 
-    def read(self, group: str) -> Params:
-        params = native.read_group(self._folder, group, self._stored[group])
+    def read(self, group: str, memory: Scratch | None = None) -> Params:
+        stored = self._stored[group]
+        plain = plain_arrays(self._folder / group, stored)
+        params: Mapping[str, Any]
+        if plain is not None:
+            params = {path: array.read(memory) for path, array in plain.items()}
+        else:
+            params = native.read_group(self._folder, group, stored)
         return {
             path: hf.cast(np.asarray(value)[: self.specs[path].shape[0]], self._dtype, path)
             for path, value in params.items()

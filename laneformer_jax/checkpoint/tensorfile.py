@@ -1,14 +1,15 @@
 """Folders of safetensors files, one tensor in memory at a time, both ways.
 
-Reading leaves the parsing and the checks of a file to the safetensors library. Writing is ours, because
-the library wants all tensors of a file at once: the header is laid down first, in the library's own order,
-and each tensor then goes to its place.
+The checks of a file are left to the safetensors library. Its tensors are then read from where its header puts
+them, into memory of the caller's choice. Writing is ours, because the library wants all tensors of a file at
+once: the header is laid down first, in the library's own order, and each tensor then goes to its place.
 """
 
 import json
 import os
 import struct
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +19,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from laneformer_jax.checkpoint.memory import Scratch, pieces, read_into, write_piece
 from laneformer_jax.errors import UserError
 from laneformer_jax.files import parse_json
 
@@ -26,6 +28,7 @@ SHARD_BYTES = 5 * 10**9
 # Safetensors' name of a dtype -> NumPy's, in the order in which the library lays tensors out.
 DTYPES = {"F32": np.dtype("f4"), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype("f2")}
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
+_SCANNED = 1 << 17  # elements at a time
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 
@@ -59,7 +62,7 @@ class TensorFolder:
         self.index: bytes | None = None
         self.specs: dict[str, TensorSpec] = {}
         self.files: dict[str, Path] = {}
-        self._handles: dict[Path, Any] = {}
+        self._offsets: dict[str, int] = {}
         weight_map: dict[str, Path] | None = None
         if (folder / INDEX).exists():
             self.index = (folder / INDEX).read_bytes()
@@ -73,13 +76,18 @@ class TensorFolder:
             if self.files.get(name) != path:
                 raise UserError(f"{path}: lacks tensor {name}, which {INDEX} puts in it")
 
-    def read(self, name: str) -> np.ndarray:
-        """One tensor. Raises UserError when its bytes cannot be read."""
-        path = self.files[name]
+    def read(self, name: str, memory: Scratch | None = None) -> np.ndarray:
+        """One tensor, in `memory` or its own. Raises UserError when its bytes cannot be read."""
+        spec = self.specs[name]
+        value = np.empty(*spec) if memory is None else memory.array(*spec)
         try:
-            value: np.ndarray = self._handles[path].get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{path}: tensor {name} cannot be read ({error})") from None
+            with FileIO(self.files[name]) as file:
+                read_into(file, self._offsets[name], value)
+        except OSError as error:
+            reason = error.strerror or error
+            raise UserError(
+                f"{self.files[name]}: tensor {name} cannot be read ({reason})"
+            ) from None
         return value
 
     def _single(self) -> Path:
@@ -118,20 +126,23 @@ class TensorFolder:
     def _open(self, path: Path) -> None:
         try:
             # pread, not mmap: mapped pages would count as this process's memory.
-            handle = safe_open(path, framework="np", backend="pread")
+            checked = safe_open(path, framework="np", backend="pread")
+            with open(path, "rb") as file:
+                (length,) = struct.unpack("<Q", file.read(8))
+                header = json.loads(file.read(length))
         except (SafetensorError, OSError) as error:
             reason = str(error).removeprefix("Error while deserializing header: ")
             raise UserError(f"{path}: not a whole safetensors file ({reason})") from None
-        self._handles[path] = handle
-        for name in handle.offset_keys():
+        for name in checked.offset_keys():
             if name in self.files:
                 raise UserError(f"{path}: tensor {name} is also in {self.files[name].name}")
-            part = handle.get_slice(name)
-            code = part.get_dtype()
+            entry = header[name]
+            code = entry["dtype"]
             if code not in DTYPES:
                 raise UserError(f"{path}: tensor {name} is {code}; must be one of {_listed()}")
             self.files[name] = path
-            self.specs[name] = TensorSpec(tuple(part.get_shape()), DTYPES[code])
+            self.specs[name] = TensorSpec(tuple(entry["shape"]), DTYPES[code])
+            self._offsets[name] = 8 + length + entry["data_offsets"][0]
 
 
 class TensorWriter:
@@ -157,6 +168,9 @@ class TensorWriter:
         self._folder = folder
         self._pending = set(specs)
         self._files: list[FileIO] = []
+        # The disk starts early: a file that is synced as it grows has little left to sync at its end.
+        self._disk = ThreadPoolExecutor(1)
+        self._syncing: Future[None] | None = None
         for file in sorted(set(self._weight_map.values())):
             self._begin(file, [n for n in specs if self._weight_map[n] == file])
 
@@ -169,9 +183,12 @@ class TensorWriter:
         value: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
+        self._disk.shutdown()
         for file in self._files:
             file.close()
         if kind is None:
+            if self._syncing is not None:
+                self._syncing.result()
             assert not self._pending, f"never written: {sorted(self._pending)}"
             if set(self._weight_map.values()) != {SINGLE}:
                 total = sum(spec.nbytes for spec in self._specs.values())
@@ -183,11 +200,14 @@ class TensorWriter:
         """Put one tensor in its place; shape and dtype are as announced."""
         assert TensorSpec(value.shape, value.dtype) == self._specs[name], name
         file, offset = self._places[name]
-        rest = memoryview(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
         file.seek(offset)
-        while rest:  # one call writes 2 GiB at most
-            rest = rest[file.write(rest) :]
+        for piece in pieces(value):
+            write_piece(file, piece)
         self._pending.remove(name)
+        if self._syncing is None or self._syncing.done():
+            if self._syncing is not None:
+                self._syncing.result()
+            self._syncing = self._disk.submit(os.fdatasync, file.fileno())
 
     def _begin(self, file: str, names: Iterable[str]) -> None:
         order = list(DTYPES.values())
@@ -235,17 +255,22 @@ def shard(specs: Mapping[str, TensorSpec], shard_bytes: int) -> dict[str, str]:
 
 def count_nonfinite(value: np.ndarray) -> int:
     """How many elements are NaN or infinite."""
-    bits = {2: np.uint16, 4: np.uint32}[value.dtype.itemsize]
-    exponent_full = {
-        "bfloat16": 0xFF << 8,
-        "float16": 0x1F << 11,
-        "float32": 0xFF << 24,
+    bits, exponent_full = {
+        "bfloat16": (16, 0xFF << 7),
+        "float16": (16, 0x1F << 10),
+        "float32": (32, 0xFF << 23),
     }[value.dtype.name]
-    # Without its sign a finite number lies below the full exponent; the maximum is one quick pass.
-    unsigned = np.ascontiguousarray(value).view(bits) << 1
-    if not value.size or int(unsigned.max()) < exponent_full:
-        return 0
-    return int(np.count_nonzero(unsigned >= exponent_full))
+    sign = 1 << (bits - 1)
+    flat = np.ascontiguousarray(value).reshape(-1)
+    signed, unsigned = flat.view(f"i{bits // 8}"), flat.view(f"u{bits // 8}")
+    count = 0
+    for begin in range(0, flat.size, _SCANNED):
+        part = slice(begin, begin + _SCANNED)
+        # Without its sign a finite number lies below the full exponent. Positive numbers are the largest as
+        # signed integers, negative ones as unsigned: two quick passes in the processor's cache.
+        if signed[part].max() >= exponent_full or unsigned[part].max() >= sign | exponent_full:
+            count += int(np.count_nonzero((unsigned[part] & (sign - 1)) >= exponent_full))
+    return count
 
 
 def _listed() -> str:

@@ -11,7 +11,7 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy as keep_policy
 
-from laneformer_jax.checkpoint import native
+from laneformer_jax.checkpoint import manifest, native
 from laneformer_jax.config import LaneformerConfig
 
 OPTIMIZER = "optimizer"
@@ -145,4 +145,4 @@ class TrainingCheckpoints:
             return
         temporary = list(self.folder.glob(f"{self._saving}.orbax-checkpoint-tmp*"))
         assert len(temporary) == 1, f"{self.folder}: no single temporary folder: {temporary}"
-        native.write_side_files(temporary[0], self._files)
+        manifest.write_side_files(temporary[0], self._files)

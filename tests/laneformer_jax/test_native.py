@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from laneformer_jax import Laneformer, LaneformerConfig
-from laneformer_jax.checkpoint import native
+from laneformer_jax.checkpoint import manifest, native
 from laneformer_jax.checkpoint.training import TrainingCheckpoints
 from laneformer_jax.errors import UserError
 from laneformer_jax.model import parameter_paths
@@ -226,7 +226,7 @@ def test_a_save_that_cannot_be_written_is_loud(model, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(native, "write_side_files", full)
+    monkeypatch.setattr(manifest, "write_side_files", full)
     checkpoints.save(2, params, optimizer, CONFIG, {})
     with pytest.raises(Exception, match="No space left"):
         checkpoints.wait()
