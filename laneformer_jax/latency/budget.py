@@ -70,7 +70,7 @@ def simulate(
         workload: from `workload.from_config` or `workload.mixture_of_experts`.
         node: the devices that share it.
         engine: what events cost; None for the persistent engine's assumptions.
-        scheme: one of `schedule.SCHEMES`.
+        scheme: one of `schedule.SCHEMES`; a config with `ladder_residual` makes `ladder` of `delayed`.
 
     Raises:
         UserError: an unknown scheme, or lanes that do not spread over the devices.
@@ -79,6 +79,8 @@ def simulate(
         raise UserError(
             f"scheme: {scheme!r} is unknown; one of {', '.join(SCHEMES)}{nearest(scheme, SCHEMES)}"
         )
+    if scheme == "delayed" and workload.config.ladder_residual:
+        scheme = "ladder"
     engine = engine_for(node.device) if engine is None else engine
     schedule = Schedule(workload, engine, node.count, scheme)
     ends = [schedule.add_token() for _ in range(_TOKENS)]

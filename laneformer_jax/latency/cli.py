@@ -135,9 +135,9 @@ def describe(
     return {
         "hardware": node.name,
         "engine": engine.name,
-        "scheme": scheme,
+        "scheme": found.scheme,
         "lanes": workload.config.num_lanes,
-        "delay_layers": workload.config.broadcast_delay if scheme == "delayed" else 0,
+        "delay_layers": workload.config.broadcast_delay if found.scheme == "delayed" else 0,
         "context": workload.context,
         "tokens_per_second": found.tokens_per_second,
         "seconds_per_token": found.seconds,

@@ -196,6 +196,13 @@ def test_ladder_hides_one_module_and_delay_two_per_layer():
     assert found["delayed"] < found["ladder"] < found["tensor"] < found["pipeline"]
 
 
+def test_a_ladder_model_is_run_as_one():
+    config = preset("laneformer-2b", ladder_residual=True)
+    found = simulate(from_config(config, 2048), NODE)
+    assert found.scheme == "ladder"
+    assert found.seconds == simulate(from_config(RELEASE, 2048), NODE, scheme="ladder").seconds
+
+
 def test_lanes_over_several_devices_wait_within_a_lane():
     config = preset("laneformer-2b", num_lanes=2)
     found = simulate(from_config(config, 2048), NODE)

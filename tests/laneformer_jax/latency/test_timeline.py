@@ -56,7 +56,7 @@ def timelines(draw):
 
 
 @given(timelines())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_bounds_and_critical_path(line):
     events = line.run(SERVERS)
     last = max(range(len(line.tasks)), key=lambda n: events.end[n])
@@ -71,7 +71,7 @@ def test_bounds_and_critical_path(line):
 
 
 @given(timelines(), st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_a_longer_task_makes_nothing_earlier(line, data):
     number = data.draw(st.integers(0, len(line.tasks) - 1))
     before = line.run(SERVERS).end
