@@ -104,7 +104,11 @@ class Grader:
     def grade_many(
         self, programs: Iterable[tuple[Any, Task, str]], workers: int
     ) -> Iterator[tuple[Any, Verdict]]:
-        """Judge (key, task, program) triples; yields (key, verdict) as they are done."""
+        """Judge (key, task, program) triples; yields (key, verdict) as they are done.
+
+        Long tasks come first, so that no worker is left alone with one at the end.
+        """
+        programs = sorted(programs, key=lambda program: -program[1].seconds)
         with ThreadPoolExecutor(workers) as pool:
             running: dict[Future[Verdict], Any] = {}
             try:

@@ -116,7 +116,8 @@ def main(parent: int, arguments: list[str]) -> int:
     from laneformer_jax.cli import main as command_line
 
     os.nice(_NICE)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
         return 1  # it ended before we asked
     return command_line(arguments)

@@ -30,6 +30,8 @@ _CORRECTION = (
     " solution fails on Python 3.12 and newer"
 )
 
+_SECONDS = {15: 6, 139: 5, 130: 2, 36: 2, 59: 2, 94: 2, 83: 1}
+
 
 def plus_tasks(rows: Iterable[Mapping[str, Any]]) -> dict[str, Task]:
     """HumanEval+ rows (task_id, prompt, canonical_solution, entry_point, test) as tasks."""
@@ -38,7 +40,8 @@ def plus_tasks(rows: Iterable[Mapping[str, Any]]) -> dict[str, Task]:
 
 def _plus_task(row: Mapping[str, Any]) -> Task:
     task_id = row["task_id"]
-    base = BASE_COUNTS.get(int(task_id.rpartition("/")[2]))
+    number = int(task_id.rpartition("/")[2])
+    base = BASE_COUNTS.get(number)
     corrected = task_id == _CORRECTED
 
     def tests() -> Table:
@@ -56,6 +59,7 @@ def _plus_task(row: Mapping[str, Any]) -> Task:
         tests,
         ("base", "plus"),
         _CORRECTION if corrected else "",
+        _SECONDS.get(number, 0),
     )
 
 

@@ -25,6 +25,8 @@ _CORRECTIONS = {
     581: (("surface",), "which height is open; the pyramid's is right too, as EvalPlus"),
 }
 
+_SECONDS = {599: 30, 255: 20, 271: 8, 392: 8, 123: 6, 592: 4, 603: 4, 300: 3, 84: 2, 389: 2, 589: 2}
+
 
 def plus_tasks(rows: Iterable[Mapping[str, Any]]) -> dict[str, Task]:
     """MBPP+ rows (task_id, code, prompt, test_imports, test_list, test) as tasks."""
@@ -50,6 +52,7 @@ def _plus_task(row: Mapping[str, Any]) -> Task:
         tests,
         ("base", "plus"),
         correction,
+        _SECONDS.get(number, 0),
     )
 
 

@@ -67,6 +67,7 @@ class Task:
         parse_tests: makes `tests`; called on first use because some tests are large.
         parts: names of the scores: `base`, `plus` or both.
         correction: how the released test was wrong and what is done instead, or "".
+        seconds: about what the released solution takes, where that is long.
     """
 
     task_id: str
@@ -76,6 +77,7 @@ class Task:
     parse_tests: Callable[[], Table | Script] = field(repr=False)
     parts: tuple[str, ...]
     correction: str = ""
+    seconds: float = 0.0
 
     @cached_property
     def tests(self) -> Table | Script:

@@ -97,6 +97,8 @@ def test_endpoint_gives_exactly_the_known_score(evaldata, endpoint, tmp_path):
     assert got["environment"]["isolation"].endswith("landlock+seccomp")
     report = (tmp_path / "report" / "index.html").read_text()
     assert "42.86 %" in report
+    assert ">2 × pass</a>" in report
+    assert ">1 × pass</a>, <a " in report
     assert (tmp_path / "report" / "pass_at_k.png").read_bytes()[:4] == b"\x89PNG"
     page = (tmp_path / "report" / "tasks" / "humaneval+-HumanEval-1.html").read_text()
     assert "separate_paren_groups" in page
@@ -166,6 +168,48 @@ def test_stopped_evaluation_goes_on(evaldata, endpoint, tmp_path):
     untimed = re.compile(rb'"seconds": [\d.]+')
     again = (tmp_path / "verdicts-humaneval+.jsonl").read_bytes()
     assert untimed.sub(b"", again) == untimed.sub(b"", verdicts)
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment(evaldata, tmp_path):
+    """SIGKILL at ten different moments: what was judged stays, and the files end up the same."""
+    tasks = [*load_suite("humaneval+", evaldata).tasks.values()][:8]
+    wrong = "def {}(*arguments):\n    return 'wrong'\n"
+    lines = [
+        {"task_id": task.task_id, "solution": task.canonical if i % 3 else wrong.format(task.entry_point)}
+        for task in tasks
+        for i in range(10)
+    ]  # fmt: skip
+    records.write(tmp_path / "samples.jsonl", lines)
+    command = [
+        sys.executable, "-m", "laneformer_jax", "evaluate", "--samples",
+        str(tmp_path / "samples.jsonl"), "--suite", "humaneval+", "--data", str(evaldata),
+        "--limit", "8", "--workers", "1", "--out",
+    ]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    quiet = {"env": environment, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    subprocess.run([*command, str(tmp_path / "undisturbed")], check=True, **quiet)
+    out = tmp_path / "killed"
+    verdicts = out / "verdicts-humaneval+.jsonl"
+    kept = b""
+    for moment in range(1, 11):
+        child = subprocess.Popen([*command, str(out)], **quiet)
+        deadline = time.monotonic() + 120
+        # A few verdicts later, at no particular place in the work of the next.
+        while not verdicts.exists() or verdicts.read_bytes().count(b"\n") < 7 * moment:
+            assert time.monotonic() < deadline
+            time.sleep(0.001 * moment)
+        child.kill()
+        child.wait()
+        now = verdicts.read_bytes()
+        assert now.startswith(kept)
+        kept = now[: now.rfind(b"\n") + 1]
+    assert kept.count(b"\n") < 80
+    subprocess.run([*command, str(out)], check=True, **quiet)
+    untimed = re.compile(rb'"seconds": [\d.]+')
+    for name in (verdicts.name, "results.json", "samples-humaneval.jsonl", "settings.json"):
+        pair = [(folder / name).read_bytes() for folder in (out, tmp_path / "undisturbed")]
+        assert untimed.sub(b"", pair[0]) == untimed.sub(b"", pair[1]), name
 
 
 def test_other_settings_need_another_folder(evaldata, endpoint, tmp_path):

@@ -1,3 +1,4 @@
+import dataclasses
 import marshal
 import time
 
@@ -252,6 +253,13 @@ def test_a_comparison_that_never_asserts_is_mended(evaldata, sandbox):
             assert grader.grade(broken, broken.canonical).kind == "pass"
             nothing = f"def {broken.entry_point}(x): return None"
             assert grader.grade(broken, nothing).kind == "wrong answer"
+
+
+def test_long_tasks_come_first(sandbox):
+    long = dataclasses.replace(task(SQUARES), seconds=5.0)
+    programs = [("a", task(SQUARES), ""), ("b", long, ""), ("c", task(SQUARES), "")]
+    with Grader(sandbox) as grader:
+        assert [key for key, _ in grader.grade_many(programs, workers=1)] == ["b", "a", "c"]
 
 
 def test_interrupted_judging_ends_at_once(sandbox):
