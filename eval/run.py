@@ -16,6 +16,7 @@ from eval.extract import extract
 from eval.grading import MIN_SECONDS, Grader
 from eval.models import CheckpointModel, EndpointModel, Model, Sampling
 from eval.suites import SUITES, Suite, Task, load_suite
+from laneformer_jax.checkpoint.workplace import claim
 from laneformer_jax.errors import UserError, nearest
 from laneformer_jax.files import atomic_file
 from laneformer_jax.progress import progress
@@ -81,13 +82,30 @@ def parse_suite(text: str, data: str | None) -> tuple[str, str | None]:
 
 
 def evaluate(request: Request) -> dict[str, Any]:
-    """Run everything that is not done yet; returns what `results.json` holds."""
+    """Run everything that is not done yet; returns what `results.json` holds.
+
+    Raises:
+        UserError: what is asked for cannot be had, or another process evaluates in the same folder.
+    """
     settings = _settings(request)
     suites = {
         name: _limited(load_suite(name, data), request.limit)
         for name, data in request.suites.items()
         if name != PPL
     }
+    request.out.mkdir(parents=True, exist_ok=True)
+    try:
+        with claim(request.out):
+            return _evaluate(request, settings, suites)
+    except BlockingIOError:
+        raise UserError(
+            f"{request.out}: another evaluation runs in this folder; name another --out"
+        ) from None
+
+
+def _evaluate(
+    request: Request, settings: dict[str, Any], suites: dict[str, Suite]
+) -> dict[str, Any]:
     _check_settings(request.out / "settings.json", settings)
     model = _model(request, bool(suites))
     found: dict[str, Any] = {"settings": settings, "suites": {}}

@@ -15,6 +15,7 @@ from eval import prompts, records
 from eval.inloop import BackgroundEvaluation
 from eval.run import Request, evaluate, parse_suite
 from eval.suites import load_suite
+from laneformer_jax.checkpoint.workplace import claim
 from laneformer_jax.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -216,6 +217,15 @@ def test_other_settings_need_another_folder(evaldata, endpoint, tmp_path):
     evaluate(request(evaldata, tmp_path, endpoint=endpoint, limit=1))
     with pytest.raises(UserError, match=r"begun with temperature = 0\.0, now 0\.7; name another"):
         evaluate(request(evaldata, tmp_path, endpoint=endpoint, limit=1, temperature=0.7))
+
+
+def test_one_evaluation_at_a_time_in_a_folder(evaldata, tmp_path):
+    path = tmp_path / "samples.jsonl"
+    records.write(path, [{"task_id": "HumanEval/0", "solution": "x"}])
+    (tmp_path / "out").mkdir()
+    with claim(tmp_path / "out"), pytest.raises(UserError, match="another evaluation runs in this"):
+        evaluate(request(evaldata, tmp_path / "out", samples=path, limit=1))
+    assert [*(tmp_path / "out").iterdir()] == []
 
 
 def test_samples_file(evaldata, tmp_path):
