@@ -147,7 +147,8 @@ class _Sample:
         own = self._length(token)
         # What came before may have become certain only now.
         start = max(before, self._text.decoded - own) if own else before
-        logprob, top = None, ()
+        logprob: float | None = None
+        top: tuple[tuple[int, float], ...] = ()
         if burst.logprobs is not None:
             logprob = float(burst.logprobs[self._index][t])
         if burst.top_ids is not None and burst.top_logprobs is not None:

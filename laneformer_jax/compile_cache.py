@@ -22,7 +22,7 @@ def enable() -> None:
     A cache that was chosen before (JAX_COMPILATION_CACHE_DIR) stays as it is. A folder that cannot be
     written is JAX's to warn of; nothing depends on it.
     """
-    if jax.config.jax_compilation_cache_dir is not None:
+    if jax.config.values["jax_compilation_cache_dir"] is not None:
         return
     jax.config.update("jax_compilation_cache_dir", str(folder()))
     jax.config.update("jax_compilation_cache_max_size", _MOST_BYTES)

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import base64
-import hashlib
-import json
-import logging
-import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from importlib import resources
 from typing import Any
 
 from starlette.applications import Starlette
@@ -21,24 +14,19 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 import laneformer_jax
 from decode.complete import Ask, ask
 from decode.engine import Engine
-from decode.server import security
+from decode.server import page, security
+from decode.server.answers import Stream, Whole, error_response
 from decode.server.errors import ApiError, from_user_error, internal
-from decode.server.jobs import End, Job, Part, Worker
+from decode.server.jobs import Job, Worker
 from decode.server.metrics import Metrics
 from decode.server.replies import ChatReply, CompletionReply, Reply
 from decode.server.schema import ChatRequest, CompletionRequest, parse
 from laneformer_jax.checkpoint.load import Loaded
 from laneformer_jax.errors import UserError, nearest
-
-_log = logging.getLogger("laneformer.serve")
-_KEEP_ALIVE = 10.0  # seconds between comments while nothing else is sent
-_STALLED = 60.0  # seconds in which a client must take what is sent
-_JSON_SEPARATORS = (",", ":")
 
 
 @dataclass(frozen=True)
@@ -124,7 +112,7 @@ class Service:
 
     def _page(self, request: Request) -> Response:
         security.check_host(request, self.only_loopback)
-        return Response(_PAGE, headers={**_PAGE_HEADERS}, media_type="text/html")
+        return Response(page.HTML, headers=page.HEADERS, media_type="text/html")
 
     def _health(self, request: Request) -> Response:
         alive = self.worker.alive
@@ -199,8 +187,8 @@ class Service:
                 self.metrics.requests.labels(endpoint, "cancelled").inc()
                 return Response(status_code=499)
             if asked.stream:
-                return _Stream(self.worker, job, reply, before)
-            return _Whole(self.worker, job, reply)
+                return Stream(self.worker, job, reply, before)
+            return Whole(self.worker, job, reply)
 
         return answer
 
@@ -266,110 +254,9 @@ class Service:
         )
 
 
-class _Answer(Response):
-    """Follows a job, and lets go of it when the client goes away."""
-
-    def __init__(self, worker: Worker, job: Job, reply: Reply):
-        self.background = None
-        self._worker, self._job, self._reply = worker, job, reply
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def sent(message: dict[str, Any]) -> None:
-            async with asyncio.timeout(_STALLED):
-                await send(message)
-
-        watch = asyncio.create_task(self._watch(receive))
-        try:
-            await self.follow(scope, receive, sent)
-        except (TimeoutError, OSError):
-            _log.info("a client stopped reading")
-        finally:
-            watch.cancel()
-            self._worker.cancel(self._job)
-
-    async def _watch(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self._worker.cancel(self._job)
-
-    async def follow(self, scope: Scope, receive: Receive, send: Any) -> None:
-        raise NotImplementedError
-
-
-class _Whole(_Answer):
-    """One JSON object."""
-
-    async def follow(self, scope: Scope, receive: Receive, send: Any) -> None:
-        while isinstance(event := await self._job.events.get(), Part):
-            self._reply.add(event)
-        if event.error is not None:
-            response = _error_response(event.error)
-        elif event.outcome == "cancelled":
-            return
-        else:
-            response = _json(self._reply.body())
-        await response(scope, receive, send)
-
-
-class _Stream(_Answer):
-    """Server-sent events: a chunk per part, `[DONE]` at the end, an error in its place if one came.
-
-    While the request waits, comments say how many are before it; OpenAI's clients skip them.
-    """
-
-    def __init__(self, worker: Worker, job: Job, reply: Reply, before: int):
-        super().__init__(worker, job, reply)
-        self._before = before
-
-    async def follow(self, scope: Scope, receive: Receive, send: Any) -> None:
-        headers = [
-            (b"content-type", b"text/event-stream; charset=utf-8"),
-            (b"cache-control", b"no-store"),
-            (b"x-accel-buffering", b"no"),  # nginx would collect the stream
-        ]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-
-        async def write(text: str, more: bool = True) -> None:
-            body = text.encode()
-            await send({"type": "http.response.body", "body": body, "more_body": more})
-
-        await write(f": {self._before} before\n\n" + _events(self._reply.opening()))
-        while not isinstance(event := await self._next(write), End):
-            if text := _events(self._reply.chunks(event)):
-                await write(text)
-        if event.error is not None:
-            await write(_events([event.error.body()]))
-        elif event.outcome != "cancelled":
-            await write(_events(self._reply.closing()))
-        await write("data: [DONE]\n\n", more=False)
-
-    async def _next(self, write: Callable[[str], Awaitable[None]]) -> Part | End:
-        while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_KEEP_ALIVE):
-                    return await self._job.events.get()
-            await write(f": {self._worker.before(self._job)} before\n\n")
-
-
-def _events(objects: Any) -> str:
-    return "".join(f"data: {_dump(value)}\n\n" for value in objects)
-
-
-def _dump(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=_JSON_SEPARATORS)
-
-
-def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(_dump(value), status, headers, media_type="application/json")
-
-
-def _error_response(error: ApiError) -> Response:
-    return _json(error.body(), error.status, error.headers)
-
-
 def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return _error_response(error)
+    return error_response(error)
 
 
 def _http_error(request: Request, error: Exception) -> Response:
@@ -379,35 +266,8 @@ def _http_error(request: Request, error: Exception) -> Response:
         404: f"{path}: nothing is here; try /v1/chat/completions",
         405: f"{path}: {request.method} is not allowed",
     }.get(error.status_code, str(error.detail))
-    return _error_response(ApiError(error.status_code, told, headers=dict(error.headers or {})))
+    return error_response(ApiError(error.status_code, told, headers=dict(error.headers or {})))
 
 
 def _unexpected(request: Request, error: Exception) -> Response:
-    return _error_response(internal())
-
-
-def _hash_of(tag: str, page: str) -> str:
-    match = re.search(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
-    assert match is not None
-    digest = hashlib.sha256(match[1].encode()).digest()
-    return f"'sha256-{base64.b64encode(digest).decode()}'"
-
-
-_PAGE = (resources.files("decode.server") / "page.html").read_text(encoding="utf-8")
-_PAGE_HEADERS = {
-    "Content-Security-Policy": "; ".join(
-        [
-            "default-src 'none'",
-            f"style-src {_hash_of('style', _PAGE)}",
-            f"script-src {_hash_of('script', _PAGE)}",
-            "connect-src 'self'",
-            "img-src data:",
-            "base-uri 'none'",
-            "form-action 'none'",
-            "frame-ancestors 'none'",
-        ]
-    ),
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",
-}
+    return error_response(internal())

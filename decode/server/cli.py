@@ -22,6 +22,7 @@ from decode import options
 
 if TYPE_CHECKING:
     from decode.engine import Engine
+    from decode.server.app import Service
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -129,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
         limit_concurrency=args.max_queue + 256,
         timeout_graceful_shutdown=int(args.grace) + 5,
     )
-    return _serve(uvicorn, config, service, listener, args.grace)
+    return _serve(config, service, listener, args.grace)
 
 
 def _warm_up(engine: Engine) -> None:
@@ -160,22 +161,24 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _serve(uvicorn: Any, config: Any, service: Any, listener: socket.socket, grace: float) -> int:
-    class Server(uvicorn.Server):  # type: ignore[misc]
-        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            super().handle_exit(sig, frame)
-            # A signal handler may interrupt whoever holds the queue's lock: not from here.
-            loop.call_soon_threadsafe(service.worker.close)
-            loop.call_soon_threadsafe(loop.call_later, grace, service.worker.cancel_active)
-
-        async def serve(self, sockets: Any = None) -> None:
-            nonlocal loop
-            loop = asyncio.get_running_loop()
-            await super().serve(sockets)
-
+def _serve(config: Any, service: Service, listener: socket.socket, grace: float) -> int:
     import asyncio
 
-    loop: Any = None
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+            self._loop = asyncio.get_running_loop()
+            await super().serve(sockets)
+
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            super().handle_exit(sig, frame)
+            # Not from here: the signal may have interrupted whoever holds the queue's lock.
+            self._loop.call_soon_threadsafe(service.worker.close)
+            self._loop.call_soon_threadsafe(
+                self._loop.call_later, grace, service.worker.cancel_active
+            )
+
     # uvicorn raises the signal again when it is done; ending was what it asked for.
     for sig in (signal.SIGTERM, signal.SIGINT):
         signal.signal(sig, lambda *_: None)

@@ -228,6 +228,7 @@ class Worker:
 
     def _end(self, job: Job, outcome: str, error: ApiError | None = None) -> None:
         self._metrics.ended(job, outcome)
+        _log.info("%s", _told(job, outcome))
         if outcome == "shutdown":
             error = shutting_down()
         self._post(job, End(outcome, error))
@@ -237,3 +238,15 @@ class Worker:
             job.loop.call_soon_threadsafe(job.events.put_nowait, event)
         except RuntimeError:  # the loop has closed: nobody listens any more
             pass
+
+
+def _told(job: Job, outcome: str) -> str:
+    """One line about a job, without its text."""
+    parts = [f"{job.endpoint} {outcome}: {job.prompt_tokens} + {job.drawn} tokens"]
+    if job.started is not None:
+        parts.append(f"waited {job.started - job.received:.2f} s")
+    if job.speed.first is not None:
+        parts.append(f"first token after {job.speed.first - job.received:.2f} s")
+    if job.speed.rate is not None:
+        parts.append(f"{job.speed.rate:.1f} tok/s")
+    return ", ".join(parts)

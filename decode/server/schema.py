@@ -117,7 +117,7 @@ class CompletionRequest(_Common):
         if not self.prompt:
             raise ApiError(400, "prompt: is empty; there is nothing to continue", param="prompt")
         if isinstance(self.prompt[0], int):
-            return [self.prompt]  # type: ignore[list-item]
+            return [self.prompt]
         if len(self.prompt) > MOST_PROMPTS:
             raise ApiError(
                 400, f"prompt: {len(self.prompt)} prompts; at most {MOST_PROMPTS}", param="prompt"

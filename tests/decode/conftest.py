@@ -42,13 +42,13 @@ def loaded(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def engine(loaded):
-    return Engine(loaded.model, burst=4, prefill_chunk=16)
+    return Engine(loaded.model, burst=4)
 
 
 @pytest.fixture(scope="session")
 def expected(loaded):
     """What a prompt's answer must be, from an engine that nobody else uses."""
-    engine = Engine(loaded.model, burst=4, prefill_chunk=16)
+    engine = Engine(loaded.model, burst=4)
 
     @functools.cache
     def continuation(ids, max_new_tokens):
