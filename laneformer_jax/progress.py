@@ -18,6 +18,12 @@ class Progress(Protocol):
         """Count `n` more units; `fields` (such as `loss=2.31`) are shown beside the count."""
 
 
+class Quiet:
+    """Progress that shows nothing, for processes beside the one that does."""
+
+    def advance(self, n: int = 1, **fields: Any) -> None: ...
+
+
 @contextmanager
 def progress(
     total: int | None, description: str, unit: str = "it", start: int = 0

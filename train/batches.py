@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from typing import Any, Protocol
 
 import jax
 import numpy as np
+
+from train.processes import Processes, largest
+from train.signals import StopRequest
 
 _POLL_S = 0.1
 
@@ -30,20 +32,38 @@ class BatchIterator(Protocol):
 class Feed:
     """Gives batches in order; while one is computed on, the next is fetched in a thread.
 
+    Several processes agree there, ahead of each batch, whether to go on: they end at the same one,
+    when none has a token left, or when one was asked to stop.
+
+    Args:
+        iterator: of this process's rows.
+        sharding: of the batch on the devices.
+        processes: of the run.
+        asked: the request that signals to this process set.
+        stop: the one that all processes follow; `asked` itself where there is one process.
+
     Attributes:
         state: of the iterator behind the last batch given; what a checkpoint holds.
         waited: seconds that `next` was blocked.
     """
 
-    def __init__(self, iterator: BatchIterator, sharding: jax.sharding.Sharding):
-        self._iterator, self._sharding = iterator, sharding
+    def __init__(
+        self,
+        iterator: BatchIterator,
+        sharding: jax.sharding.Sharding,
+        processes: Processes,
+        asked: StopRequest,
+        stop: StopRequest,
+    ):
+        self._iterator, self._sharding, self._processes = iterator, sharding, processes
+        self._asked, self._stop = asked, stop
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self.state = _copied(iterator.get_state())
         self.waited = 0.0
         self._next: Future[Any] = self._pool.submit(self._fetch)
 
-    def next(self, stop: Callable[[], bool]) -> dict[str, jax.Array] | None:
-        """The next batch on the devices; None when the data ends or `stop()` turns true first."""
+    def next(self) -> dict[str, jax.Array] | None:
+        """The next batch on the devices; None when the data ends or a stop comes first."""
         began = time.perf_counter()
         try:
             while True:
@@ -51,10 +71,13 @@ class Feed:
                     fetched = self._next.result(_POLL_S)
                     break
                 except NotYet:
-                    if stop():
+                    if self._stop:
                         return None
         finally:
             self.waited += time.perf_counter() - began
+        if isinstance(fetched, int):
+            self._stop.signum = fetched
+            return None
         if fetched is None:
             return None
         batch, self.state = fetched
@@ -65,8 +88,20 @@ class Feed:
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._iterator.close()
 
-    def _fetch(self) -> tuple[dict[str, np.ndarray], Any] | None:
-        batch = next(self._iterator, None)
+    def _fetch(self) -> tuple[dict[str, np.ndarray], Any] | int | None:
+        """A batch and the state behind it; a signal to stop for; None at the end of the data."""
+        if self._processes.count == 1:
+            batch = next(self._iterator, None)
+        else:
+            with self._processes.agreed("batches"):
+                batch = next(self._iterator, None)
+            some = batch is not None and bool((batch["segment_ids"] > 0).any())
+            told = self._processes.exchange([some, self._asked.signum], "batches")
+            signum = largest([asked for _, asked in told])
+            if signum is not None:
+                return signum
+            if not any(some for some, _ in told):
+                return None
         return None if batch is None else (batch, _copied(self._iterator.get_state()))
 
 
@@ -76,6 +111,12 @@ def place(batch: dict[str, np.ndarray], sharding: jax.sharding.Sharding) -> dict
         name: jax.make_array_from_process_local_data(sharding, value)
         for name, value in batch.items()
     }
+
+
+def local_rows(array: jax.Array) -> np.ndarray:
+    """This process's rows of a placed array, each once."""
+    shards = {shard.index[0].start or 0: shard.data for shard in array.addressable_shards}
+    return np.concatenate([np.asarray(shards[start]) for start in sorted(shards)])
 
 
 def _copied(state: Any) -> Any:

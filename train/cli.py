@@ -5,17 +5,24 @@
 CONFIG is a YAML file, or the name of a shipped one. Settings are overridden by name=value. The same
 command again continues a run that was stopped. Exit codes: 0 complete, 2 bad input, 143 after SIGTERM
 (130 SIGINT, 138 SIGUSR1) with the state saved; a second signal exits at once without saving.
+On several hosts start the same command on each (`docs/multihost.md`).
 """
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from laneformer_jax.errors import UserError
+
+if TYPE_CHECKING:
+    from train.config import RunConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", required=True, metavar="CONFIG", help="YAML file or its name")
-    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="the run's folder")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="the run's folder")
     parser.add_argument(
         "--resume",
         choices=("auto", "never", "must"),
@@ -28,6 +35,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="on resume start the data afresh; needed when the mixture changed",
     )
+    group = parser.add_argument_group("only tell what the run would take")
+    group.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="compile the step from shapes alone; memory, FLOPs, a bound on speed, days",
+    )
+    group.add_argument("--devices", type=int, default=8, metavar="N", help="default: 8")
+    group.add_argument("--hardware", default="h200", metavar="NAME", help="default: h200")
+    group = parser.add_argument_group("several processes")
+    group.add_argument(
+        "--distributed",
+        choices=("auto", "none", "slurm", "openmpi"),
+        default="auto",
+        help="find the others from what srun or mpirun set; auto (default): whichever of the two"
+        " says that there are several",
+    )
+    group.add_argument("--coordinator", metavar="HOST:PORT", help="or by hand: process 0's address")
+    group.add_argument("--num-processes", type=int, metavar="N")
+    group.add_argument("--process-id", type=int, metavar="I", help="from 0 to N - 1")
     parser.add_argument("overrides", nargs="*", metavar="name=value", help="settings to replace")
 
 
@@ -36,14 +62,41 @@ def run(args: argparse.Namespace) -> int:
     from train.config import RunConfig
 
     config = settings.load(RunConfig, settings.find_config(args.config), args.overrides)
-    print(settings.to_yaml(config), end="", flush=True)
+    if args.dry_run:
+        return _dry_run(config, args.devices, args.hardware)
+    if args.out is None:
+        raise UserError("--out: the run needs a folder")
+
+    from train import processes
+
+    processes.join(args.distributed, args.coordinator, args.num_processes, args.process_id)
+    first = processes.Processes().first
+    if first:
+        print(settings.to_yaml(config), end="", flush=True)
 
     from train.loop import train
 
-    result = train(config, args.out, args.resume, args.restart_data)
-    if result.exit_code == 0:
+    with processes.leaving_on_errors():
+        result = train(config, args.out, args.resume, args.restart_data)
+    if result.exit_code == 0 and first:
         shown = "" if result.loss is None else f", loss {result.loss:.4f}"
         if result.eval_loss is not None:
             shown += f", held-out loss {result.eval_loss:.4f}"
         print(f"{config.phase}: {result.step} steps{shown}; {args.out}")
     return result.exit_code
+
+
+def _dry_run(config: RunConfig, devices: int, hardware: str) -> int:
+    from laneformer_jax.hardware import find_device
+
+    device = find_device(hardware)
+    if devices < 1:
+        raise UserError(f"--devices {devices}: must be at least 1")
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", devices)
+    from train.dry_run import dry_run, text
+
+    print(text(dry_run(config, devices, device)))
+    return 0

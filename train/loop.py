@@ -6,28 +6,31 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NoReturn
 
 import jax
+import numpy as np
 
+from data import merge_states
 from laneformer_jax import costs, settings
 from laneformer_jax.checkpoint import native
 from laneformer_jax.checkpoint.training import TrainingCheckpoints
 from laneformer_jax.checkpoint.workplace import claim
 from laneformer_jax.errors import UserError
 from laneformer_jax.files import atomic_file
-from laneformer_jax.progress import progress
-from train.batches import Feed, place
+from laneformer_jax.progress import Progress, Quiet, progress
+from train.batches import Feed, local_rows, place
 from train.benchmarks import Benchmarks
 from train.config import RunConfig
-from train.metrics import MetricsWriter
+from train.metrics import MetricsWriter, Unwritten
+from train.processes import Processes, largest
 from train.setup import Setup, prepare
 from train.signals import StopRequest, stop_on_signals
-from train.step import Metrics, State
+from train.step import Batch, Metrics, State
 
 CONFIG = "config.yaml"
 Resume = Literal["auto", "never", "must"]
@@ -62,7 +65,8 @@ def train(
 
     Leaves there: `config.yaml` (resolved), `metrics.jsonl`, `checkpoints/<step>/`, and with
     benchmarks `evaluations/<step>/`. A run that was killed continues bit for bit on the same JAX,
-    devices and CPU affinity.
+    devices and CPU affinity. With several processes (`train.processes.join`) every one calls this
+    with the same arguments and a folder that all of them see.
 
     Args:
         config: the run.
@@ -75,33 +79,52 @@ def train(
         UserError: what the config names cannot be had, `resume` does not fit what is in `out`, or
             another process is training there.
     """
-    out = Path(out)
+    out, processes = Path(out), Processes()
     new = not out.exists()
-    out.mkdir(parents=True, exist_ok=True)
+    with stop_on_signals() as asked, ExitStack() as stack:
+        try:
+            with processes.agreed():
+                out.mkdir(parents=True, exist_ok=True)
+                if processes.first:
+                    stack.enter_context(_claimed(out))
+            return _train(config, out, resume, restart_data, processes, asked)
+        finally:
+            stack.close()
+            if new and processes.first and not any(out.iterdir()):  # nothing began
+                out.rmdir()
+
+
+@contextmanager
+def _claimed(out: Path) -> Iterator[None]:
     try:
         with claim(out):
-            return _train(config, out, resume, restart_data)
+            yield
     except BlockingIOError:
         raise UserError(f"{out}: another process is training in this folder") from None
-    finally:
-        if new and not any(out.iterdir()):  # nothing began
-            out.rmdir()
 
 
-def _train(config: RunConfig, out: Path, resume: Resume, restart_data: bool) -> Result:
+def _train(
+    config: RunConfig,
+    out: Path,
+    resume: Resume,
+    restart_data: bool,
+    processes: Processes,
+    asked: StopRequest,
+) -> Result:
     checkpoints = TrainingCheckpoints(
         out / native.CHECKPOINTS, config.checkpoint.keep, config.checkpoint.keep_every
     )
-    with stop_on_signals() as stop:
+    with processes.agreed():
         _check_resume(out, checkpoints.steps(), resume)
-        setup = prepare(config, checkpoints, restart_data)
+    setup = prepare(config, checkpoints, restart_data, processes)
+    if processes.first:
         with atomic_file(out / CONFIG) as file:
             file.write(settings.to_yaml(config))
-        loop = _Loop(config, out, setup, checkpoints, stop)
-        try:
-            return loop.run()
-        finally:
-            loop.close()
+    loop = _Loop(config, out, setup, checkpoints, processes, asked)
+    try:
+        return loop.run()
+    finally:
+        loop.close()
 
 
 def _check_resume(out: Path, steps: list[int], resume: Resume) -> None:
@@ -120,17 +143,23 @@ class _Loop:
         out: Path,
         setup: Setup,
         checkpoints: TrainingCheckpoints,
-        stop: StopRequest,
+        processes: Processes,
+        asked: StopRequest,
     ):
         self._config, self._out, self._setup = config, out, setup
-        self._checkpoints, self._stop = checkpoints, stop
+        self._checkpoints, self._processes = checkpoints, processes
+        # A signal to one process stops all of them, once they agree on the step.
+        self._asked, self._stop = asked, asked if processes.count == 1 else StopRequest()
         self._state: State = setup.state
         self._step = int(setup.state.step)
         self._saved = self._step if setup.restored else None
-        self._metrics = MetricsWriter(config, out, self._step)
+        first = processes.first
+        self._metrics = MetricsWriter(config, out, self._step) if first else Unwritten()
         self._benchmarks = Benchmarks(config, out, checkpoints, self._metrics, self._step)
-        self._feed = Feed(setup.batches, setup.plan.batch_sharding())
-        self._pending: tuple[int, Metrics] | None = None
+        self._feed = Feed(
+            setup.batches, setup.plan.batch_sharding(), processes, self._asked, self._stop
+        )
+        self._pending: tuple[int, Metrics, Batch] | None = None
         self._clock = _Clock()
         self._loss: float | None = None
         self._eval_loss: float | None = None
@@ -140,11 +169,13 @@ class _Loop:
 
     def run(self) -> Result:
         steps = self._config.train.steps
-        if self._eval_due() and not self._metrics.has(self._step, "eval_loss"):
-            self._evaluate()  # a stop came between this step and its evaluation
-        with progress(steps, self._config.phase, unit="steps", start=self._step) as self._bar:
+        if self._eval_due():
+            missing = not self._metrics.has(self._step, "eval_loss")
+            if self._processes.of_first(missing):
+                self._evaluate()  # a stop came between this step and its evaluation
+        with self._progress() as self._bar:
             while self._step < steps and not self._stop:
-                batch = self._feed.next(lambda: bool(self._stop))
+                batch = self._feed.next()
                 if batch is None:
                     self._report(last=not self._stop)
                     break
@@ -152,7 +183,7 @@ class _Loop:
                 self._step += 1
                 # The device works on this update while the one before it is written down.
                 self._report()
-                self._pending = (self._step, metrics)
+                self._pending = (self._step, metrics, batch)
                 if self._eval_due():
                     self._report()
                     self._evaluate()
@@ -162,7 +193,7 @@ class _Loop:
                     self._benchmarks.saved(self._step)
                 self._benchmarks.poll()
             self._report()
-        if self._step < steps and not self._stop:
+        if self._step < steps and not self._stop and self._processes.first:
             warnings.warn(
                 f"the data ended after {self._step} of {steps} steps; set `epochs` higher or null",
                 stacklevel=2,
@@ -172,11 +203,19 @@ class _Loop:
         self._save()
         self._checkpoints.wait()
         if not self._stop:
-            self._benchmarks.finish(self._step, self._stop)
+            self._benchmarks.finish(self._step, self._asked)
+        self._processes.exchange(None)  # none leaves while another still needs it
         code = self._stop.exit_code if self._stop and self._step < steps else 0
-        if code:
+        if code and self._processes.first:
             print(f"saved step {self._step} in {self._out}; run again to go on", file=sys.stderr)
         return Result(self._out, self._step, self._loss, self._eval_loss, code)
+
+    def _progress(self) -> AbstractContextManager[Progress]:
+        if not self._processes.first:
+            return nullcontext(Quiet())
+        return progress(
+            self._config.train.steps, self._config.phase, unit="steps", start=self._step
+        )
 
     def close(self) -> None:
         self._benchmarks.close()
@@ -191,13 +230,15 @@ class _Loop:
         """
         if self._pending is None:
             return
-        step, metrics = self._pending
+        step, metrics, batch = self._pending
         self._pending = None
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         loss = self._loss = values["loss"]
         self._bar.advance(loss=loss, lr=values["lr"])
         seconds, updates, waiting = self._clock.lap(self._feed)
         last = last or step == self._config.train.steps
+        stuck = values["skipped_in_row"] >= self._config.optimizer.stop_after_skips
+        last = last or stuck
         if step % self._config.log.interval and not last:
             return
         self._clock.restart(self._feed)
@@ -210,10 +251,26 @@ class _Loop:
                 "grad_norm": values["grad_norm"],
                 "lr": values["lr"],
                 "loss_weight": values["weight"],
+                "skipped": int(values["skipped"]),
+                **{name: value for name, value in values.items() if "/" in name},
                 "tokens_per_s": updates * self._tokens / seconds,
                 "model_flops_per_s": updates * self._flops / seconds,
                 "data_wait": waiting / seconds,
             }
+        )
+        if stuck:
+            self._give_up(step, batch, values)
+
+    def _give_up(self, step: int, batch: Batch, values: Mapping[str, float]) -> NoReturn:
+        """Too many updates in a row were skipped: leave the last batch for inspection."""
+        part = "" if self._processes.count == 1 else f"-{jax.process_index()}"
+        file = self._out / f"skipped-{step}{part}.npz"
+        with atomic_file(file, "wb") as out:
+            np.savez(out, **{name: local_rows(value) for name, value in batch.items()})
+        raise UserError(
+            f"step {step}: {int(values['skipped_in_row'])} updates in a row were skipped, the last"
+            f" with gradient norm {values['grad_norm']:g} (optimizer.stop_after_skips); its batch is"
+            f" in {file}"
         )
 
     def _eval_due(self) -> bool:
@@ -228,8 +285,12 @@ class _Loop:
             return
         total = weight = 0.0
         with self._clock.paused(), self._setup.eval_batches() as batches:
-            for batch in batches:
-                if self._stop:
+            while True:
+                with self._processes.agreed():
+                    batch = next(batches, None)
+                if batch is None:
+                    break
+                if self._stop_agreed():
                     return
                 placed = place(batch, self._setup.plan.batch_sharding())
                 sums = jax.device_get(self._setup.eval_step(self._state.params, placed))
@@ -244,6 +305,11 @@ class _Loop:
             }
         )
 
+    def _stop_agreed(self) -> bool:
+        if self._processes.count > 1:
+            self._stop.signum = largest(self._processes.exchange(self._asked.signum))
+        return bool(self._stop)
+
     def _save_due(self) -> bool:
         every = self._config.checkpoint.interval
         return self._step % every == 0 or self._benchmarks.due(self._step)
@@ -253,6 +319,7 @@ class _Loop:
             return
         self._saved = self._step
         with self._clock.paused():
+            data_state = merge_states(self._processes.exchange(self._feed.state))
             self._metrics.sync()  # a checkpoint must not outlive the lines before it
             self._checkpoints.save(
                 self._step,
@@ -262,9 +329,10 @@ class _Loop:
                 {
                     "phase": self._config.phase,
                     "run": settings.to_dict(self._config),
-                    "data_state": self._feed.state,
+                    "data_state": data_state,
                 },
                 self._setup.tokenizer_path,
+                self._setup.chat_template,
             )
 
 

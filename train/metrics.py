@@ -155,3 +155,16 @@ class MetricsWriter:
     def close(self) -> None:
         for sink in self.sinks:
             sink.close()
+
+
+class Unwritten:
+    """Stands for MetricsWriter in the processes that write nothing."""
+
+    def has(self, step: int, name: str) -> bool:
+        return False
+
+    def write(self, record: Mapping[str, Any]) -> None: ...
+
+    def sync(self) -> None: ...
+
+    def close(self) -> None: ...

@@ -15,15 +15,19 @@ import jax.numpy as jnp
 
 from data import build_dataset, build_eval_dataset, closing
 from laneformer_jax import settings
+from laneformer_jax.chat import ChatTemplate
 from laneformer_jax.checkpoint import hf, native
+from laneformer_jax.checkpoint.assets import CHAT_TEMPLATE, load_tokenizer
 from laneformer_jax.checkpoint.training import Restored, TrainingCheckpoints
 from laneformer_jax.config import LaneformerConfig
 from laneformer_jax.errors import UserError
+from laneformer_jax.remat import check_remat
 from laneformer_jax.sharding import check_mesh, make_mesh
 from laneformer_jax.tokenizer import Tokenizer
 from train.batches import BatchIterator
 from train.config import RunConfig
 from train.optimizer import make_optimizer, schedule
+from train.processes import Processes, row_share
 from train.step import (
     Batch,
     Metrics,
@@ -51,17 +55,83 @@ class Setup:
     batches: BatchIterator
     eval_batches: Callable[[], AbstractContextManager[Any]] | None
     tokenizer_path: Path
+    chat_template: str | None  # None: Laneformer's own
 
 
-def prepare(config: RunConfig, checkpoints: TrainingCheckpoints, restart_data: bool) -> Setup:
+def prepare(
+    config: RunConfig,
+    checkpoints: TrainingCheckpoints,
+    restart_data: bool,
+    processes: Processes,
+) -> Setup:
     """Build everything and restore the newest complete checkpoint, if there is one.
 
     Raises:
         UserError: something that the config names cannot be had, or the checkpoint belongs to
             another model or other data.
     """
+    resumed = _newest(checkpoints, processes)
+    with processes.agreed():  # one host may lack what the others have
+        found = _open(config, resumed)
+    plan, seed = found.plan, config.train.seed
+    tokens = config.train.batch_size * config.train.seq_len
+    peak, steps = config.optimizer.learning_rate, config.train.steps
+    rate = schedule(config.schedule, peak, steps, tokens)
+    shapes = plan.abstract_params()
+    optimizer = make_optimizer(config.optimizer, rate, shapes)
+    shardings = state_shardings(plan, optimizer, shapes)
+    if found.resumed is None:
+        start = found.start
+        params = init_params(plan, seed) if start is None else _load(start, shapes, plan.mesh)
+        state = init_state(plan, optimizer, params, seed)
+    else:
+        abstract = _abstract(shardings, optimizer, shapes)
+        restored = checkpoints.restore(found.resumed, shapes, abstract)
+        if processes.first:
+            _tell_changes(config, restored)
+        step = jax.device_put(jnp.asarray(restored.step, jnp.int32), shardings.step)
+        rest = restored.optimizer
+        state = TrainState(restored.params, rest["opt_state"], step, rest["rng"])
+        if not restart_data:
+            _continue_data(found.batches, restored)
+    return Setup(
+        plan,
+        state,
+        found.resumed is not None,
+        make_train_step(plan, optimizer, rate, shardings),
+        make_eval_step(plan),
+        found.batches,
+        found.eval_batches,
+        found.tokenizer_path,
+        found.chat_template,
+    )
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What a host has to have for a run, before any device is asked."""
+
+    resumed: Path | None
+    start: _Start | None
+    plan: Plan
+    tokenizer_path: Path
+    chat_template: str | None
+    batches: BatchIterator
+    eval_batches: Callable[[], AbstractContextManager[Any]] | None
+
+
+def _newest(checkpoints: TrainingCheckpoints, processes: Processes) -> Path | None:
+    """The checkpoint to resume from; the first process checks its files for all."""
+    newest: Path | None = None
+    with processes.agreed():
+        if processes.first:
+            newest = checkpoints.newest()
+    name = processes.of_first(newest and newest.name)
+    return None if name is None else checkpoints.folder / name
+
+
+def _open(config: RunConfig, resumed: Path | None) -> _Found:
     sizes = config.train
-    resumed = checkpoints.newest()
     start = _find_start(config, resumed)
     model = _model_config(config, start)
     if resumed is not None:
@@ -78,36 +148,26 @@ def prepare(config: RunConfig, checkpoints: TrainingCheckpoints, restart_data: b
             f"tokenizer: {tokenizer_path} has {tokenizer.vocab_size} tokens, more than the model's"
             f" vocab_size {model.vocab_size}"
         )
+    if start is not None and config.tokenizer is not None:
+        _check_tokenizer(tokenizer, tokenizer_path, start.folder)
     mesh = None
-    if config.mesh.data * config.mesh.lane > 1:
-        mesh = make_mesh(config.mesh.data, config.mesh.lane)
+    sides = config.mesh
+    if sides.data * sides.fsdp * sides.lane > 1 or jax.process_count() > 1:
+        mesh = make_mesh(sides.data, sides.lane, fsdp=sides.fsdp)
         check_mesh(mesh, model)
-    plan = Plan(model, mesh, sizes.compute_dtype, sizes.remat, sizes.accumulate)
-    rate = schedule(config.schedule, config.optimizer.learning_rate, sizes.steps)
-    shapes = native.abstract_params(model, jnp.float32, mesh)
-    optimizer = make_optimizer(config.optimizer, rate, shapes)
-    shardings = state_shardings(plan, optimizer, shapes)
-    batches = iter(_dataset(config, tokenizer))
-    if resumed is None:
-        params = init_params(plan, sizes.seed) if start is None else _load(start, shapes, mesh)
-        state = init_state(plan, optimizer, params, sizes.seed)
-    else:
-        restored = checkpoints.restore(resumed, shapes, _abstract(shardings, optimizer, shapes))
-        _tell_changes(config, restored)
-        step = jax.device_put(jnp.asarray(restored.step, jnp.int32), shardings.step)
-        rest = restored.optimizer
-        state = TrainState(restored.params, rest["opt_state"], step, rest["rng"])
-        if not restart_data:
-            _continue_data(batches, restored)
-    return Setup(
+    check_remat(sizes.remat)
+    plan = Plan(
+        model, mesh, sizes.compute_dtype, sizes.remat, sizes.accumulate, config.optimizer.z_loss
+    )
+    share = row_share(mesh)
+    return _Found(
+        resumed,
+        start,
         plan,
-        state,
-        resumed is not None,
-        make_train_step(plan, optimizer, rate, shardings),
-        make_eval_step(plan),
-        batches,
-        _eval_batches(config, tokenizer),
         tokenizer_path,
+        _chat_template(config, start),
+        iter(_dataset(config, tokenizer, share)),
+        _eval_batches(config, tokenizer, share),
     )
 
 
@@ -151,6 +211,28 @@ def _tokenizer_path(config: RunConfig, start: _Start | None) -> Path:
     return native.tokenizer_file(start.folder)
 
 
+def _chat_template(config: RunConfig, start: _Start | None) -> str | None:
+    """The template that the model's chats follow: the data's, else that of the model it starts from.
+
+    Phase sft renders its data with Laneformer's own where the config names none.
+    """
+    if config.data.chat_template is not None:
+        return ChatTemplate.load(config.data.chat_template).source
+    if start is None or config.phase == "sft" or not (start.folder / CHAT_TEMPLATE).exists():
+        return None
+    return ChatTemplate.load(start.folder / CHAT_TEMPLATE).source
+
+
+def _check_tokenizer(tokenizer: Tokenizer, path: Path, folder: Path) -> None:
+    """Raises UserError when `folder` holds a tokenizer with other ids: its model learnt those."""
+    own = load_tokenizer(folder)
+    if own is not None and not tokenizer.same_ids(own):
+        raise UserError(
+            f"tokenizer: {path} ({tokenizer.sha256[:12]}) is not the one that the model in {folder}"
+            f" learnt with ({own.sha256[:12]}); leave `tokenizer` out to use that"
+        )
+
+
 def _load(start: _Start, shapes: Mapping[str, Any], mesh: Any) -> Params:
     if start.native:
         return native.read_params(start.folder, shapes)
@@ -159,23 +241,24 @@ def _load(start: _Start, shapes: Mapping[str, Any], mesh: Any) -> Params:
     from laneformer_jax.model import parameter_paths
 
     model = hf.load(start.folder, dtype=jnp.float32, mesh=mesh)
-    return {p: v[...] for p, v in parameter_paths(nnx.state(model)).items()}
+    params = {p: v[...] for p, v in parameter_paths(nnx.state(model)).items()}
+    return jax.device_put(params, {path: shapes[path].sharding for path in params})
 
 
-def _dataset(config: RunConfig, tokenizer: Tokenizer) -> Any:
+def _dataset(config: RunConfig, tokenizer: Tokenizer, share: tuple[int, int]) -> Any:
     return build_dataset(
         config.data,
         tokenizer,
         seq_len=config.train.seq_len,
         batch_size=config.train.batch_size,
         seed=config.train.seed,
-        process_index=jax.process_index(),
-        process_count=jax.process_count(),
+        process_index=share[0],
+        process_count=share[1],
     )
 
 
 def _eval_batches(
-    config: RunConfig, tokenizer: Tokenizer
+    config: RunConfig, tokenizer: Tokenizer, share: tuple[int, int]
 ) -> Callable[[], AbstractContextManager[Any]] | None:
     if config.eval.interval is None:
         return None
@@ -186,8 +269,8 @@ def _eval_batches(
         batch_size=config.train.batch_size // config.train.accumulate,
         sources=config.eval.sources,
         max_batches=config.eval.batches,
-        process_index=jax.process_index(),
-        process_count=jax.process_count(),
+        process_index=share[0],
+        process_count=share[1],
     )
     return partial(closing, dataset)
 
