@@ -67,9 +67,16 @@ class Engine:
         check_choice("kernels", kernels, tuple(STEPS))
         self.config = model.config
         self.context = context or limit
-        self._burst, self._chunk, self._kernels = burst, prefill_chunk, kernels
+        self.burst = burst
+        self._chunk, self._kernels = prefill_chunk, kernels
         self._dtype = model.tok_embeddings.weight.dtype
         self._layout, self._arrays = lay_out(model, weights)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that one token reads at batch 1: all but the table of embeddings."""
+        table = self.config.vocab_size * self.config.hidden_size * self._dtype.itemsize
+        return sum(array.nbytes for array in jax.tree.leaves(self._arrays)) - table
 
     def check(self, request: Request) -> int:
         """New tokens that the request will get at most; to call before it is queued.
@@ -116,7 +123,7 @@ class Engine:
             stops=request.stop_token_ids,
             draft=_draft(request.speculate),
         )
-        return (_burst(out, request.sampling) for out in outs)
+        return (_as_burst(out, request.sampling) for out in outs)
 
     def warm_up(self) -> None:
         """Compile what the first plain request needs, so that it does not wait for that."""
@@ -155,7 +162,9 @@ class Engine:
             np.asarray([*stops, *[-1] * (few - len(stops))], np.int32),
             np.int32(new),
         )
-        plan = Plan(Filters.of(sampling), self._burst, draft, logits, self._kernels)
+        # Once per request, or every burst would send them again.
+        inputs = self._placed(jax.tree.map(jnp.asarray, inputs), loop.input_specs(inputs))
+        plan = Plan(Filters.of(sampling), self.burst, draft, logits, self._kernels)
         left = new
 
         def launch(steps: int) -> Out | None:
@@ -171,7 +180,7 @@ class Engine:
 
         waiting = launch(1)
         while waiting is not None:
-            following = launch(self._burst)
+            following = launch(self.burst)
             out = jax.device_get(waiting)
             yield out
             if (out.status_B != RUNNING).all():
@@ -225,7 +234,8 @@ class Engine:
             cache = loop.prefill(self._layout, self._kernels, self._arrays, cache, part)
             at += size
         if copies > 1:
-            cache = _copied(cache, copies)
+            heads = self.config.num_key_value_heads // self.config.num_lanes
+            cache = _copied(cache, heads, copies)
         rows = [p for p in prompts for _ in range(copies)]
         batch = len(rows)
         seen, history_BT = None, None
@@ -273,10 +283,15 @@ def _bucket(size: int, least: int) -> int:
     return power * 3 // 4 if power > least and size <= power * 3 // 4 else power
 
 
-@partial(jax.jit, static_argnums=1)
-def _copied(cache: RingCache, copies: int) -> RingCache:
-    """A cache of one row for each of its samples."""
-    rings = jax.tree.map(lambda ring: jnp.repeat(ring, copies, axis=1), (cache.keys, cache.values))
+@partial(jax.jit, static_argnums=(1, 2))
+def _copied(cache: RingCache, heads: int, copies: int) -> RingCache:
+    """A cache of one row for each of its samples. heads: of a lane, for keys and values."""
+
+    def copied(ring_GRd: jax.Array) -> jax.Array:
+        by_lane = ring_GRd.reshape(-1, 1, heads, *ring_GRd.shape[1:])
+        return jnp.repeat(by_lane, copies, axis=1).reshape(-1, *ring_GRd.shape[1:])
+
+    rings = jax.tree.map(copied, (cache.keys, cache.values))
     return RingCache(*rings, jnp.repeat(cache.length_B, copies))
 
 
@@ -293,7 +308,7 @@ def _free_bytes() -> int | None:
     return kilobytes * 1024
 
 
-def _burst(out: Out, sampling: Sampling) -> Burst:
+def _as_burst(out: Out, sampling: Sampling) -> Burst:
     """A burst as the caller sees it: without stop tokens, an array per sample."""
     # A row that stopped in an earlier burst has no tokens in this one, its stop token either.
     kept = out.count_B - ((out.status_B == STOPPED) & (out.count_B > 0))

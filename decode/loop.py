@@ -76,9 +76,14 @@ class Out(NamedTuple):
 def state_specs(state: State) -> State:
     """How a state is spread over lane devices."""
     specs = jax.tree.map(lambda _: P(), state)
-    by_lane = tuple(P(LANE) for _ in state.cache.keys)
     seen = None if state.seen is None else Seen(P(None, LANE), P(None, LANE))
-    return specs._replace(cache=cache_specs(state.cache), seen=seen) if by_lane else specs
+    return specs._replace(cache=cache_specs(state.cache), seen=seen)
+
+
+def input_specs(inputs: Inputs) -> Inputs:
+    specs = jax.tree.map(lambda _: P(), inputs)
+    bias = None if inputs.knobs.bias_v is None else P(LANE)
+    return specs._replace(knobs=specs.knobs._replace(bias_v=bias))
 
 
 def cache_specs(cache: RingCache) -> RingCache:
@@ -105,16 +110,13 @@ def burst(
 ) -> tuple[State, Out]:
     """Up to `steps` steps, fewer when all rows are done before."""
     specs = state_specs(state)
-    input_specs = jax.tree.map(lambda _: P(), inputs)
-    if inputs.knobs.bias_v is not None:
-        input_specs = input_specs._replace(knobs=input_specs.knobs._replace(bias_v=P(LANE)))
     out_specs = jax.tree.map(lambda _: P(), _empty(plan, layout, len(inputs.prompt_B)))
     if plan.logits:
         out_specs = out_specs._replace(logits_BtV=P(None, None, LANE))
     return _over_lanes(
         layout,
         partial(_burst, layout, plan),
-        (layout.specs, specs, input_specs, P()),
+        (layout.specs, specs, input_specs(inputs), P()),
         (specs, out_specs),
     )(arrays, state, inputs, steps)
 

@@ -31,11 +31,12 @@ def xla_step(
     seq = ids_BS.shape[1]
     position_BS = cache.length_B[:, None] + jnp.arange(seq, dtype=jnp.int32)
     cos_BSh, sin_BSh = rope.angles(position_BS, cfg)
-    kinds = {(cfg.window(i), k.shape[3]) for i, k in enumerate(cache.keys)}
+    kinds = {(cfg.window(i), k.shape[1]) for i, k in enumerate(cache.keys)}
     masks = {kind: ring.visible(position_BS, kind[1], kind[0]) for kind in kinds}
 
     x_BSD = lanes.enter(model.tok_embeddings(ids_BS))
-    x_LBSD = jnp.broadcast_to(x_BSD, (cache.keys[0].shape[0], *x_BSD.shape))
+    local_lanes = len(model.layers[0].attention.wq.weight)
+    x_LBSD = jnp.broadcast_to(x_BSD, (local_lanes, *x_BSD.shape))
     exchange = LaneExchange(cfg, lanes)
     keys, values = [], []
 
@@ -43,7 +44,7 @@ def xla_step(
         q_LBSHd, k_LBSKd, v_LBSKd = module.projections(x_LBSD, cos_BSh, sin_BSh)
         keys.append(ring.put(cache.keys[i], k_LBSKd, position_BS))
         values.append(ring.put(cache.values[i], v_LBSKd, position_BS))
-        mask_BSR = masks[cfg.window(i), keys[i].shape[3]]
+        mask_BSR = masks[cfg.window(i), keys[i].shape[1]]
         shape = (*q_LBSHd.shape[:3], k_LBSKd.shape[3], -1, cfg.head_size)
         out_LBSKGd = attend_ring(q_LBSHd.reshape(shape), keys[i], values[i], mask_BSR)
         return module.wo(out_LBSKGd.reshape(*q_LBSHd.shape[:3], -1))

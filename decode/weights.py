@@ -12,6 +12,7 @@ V vocabulary, v this device's part of it, X what a row of the head multiplies.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -27,6 +28,7 @@ from laneformer_jax.model import Laneformer
 from laneformer_jax.sharding import LANE, named, parameter_spec
 
 Precision = Literal["native", "int8"]
+MATRICES = ("wq", "wk", "wv", "wo", "w1", "w2", "w3")  # of a layer
 
 
 class Head(NamedTuple):
@@ -43,9 +45,12 @@ class Arrays(NamedTuple):
     head: Head
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layout:
-    """How to make a model of `Arrays` again; what a program is compiled for."""
+    """How to make a model of `Arrays` again; what a program is compiled for.
+
+    Equal ones are the same object (`_layout`): JAX compares them at every call, and graphs take their time.
+    """
 
     config: LaneformerConfig
     mesh: Mesh | None
@@ -84,7 +89,7 @@ def lay_out(model: Laneformer, precision: Precision = "native") -> tuple[Layout,
     if precision == "int8":
         for layer in trunk.layers:
             for module in (layer.attention, layer.feed_forward):
-                for name in ("wq", "wk", "wv", "wo", "w1", "w2", "w3"):
+                for name in MATRICES:
                     if hasattr(module, name):
                         setattr(module, name, Int8Linear(getattr(module, name).weight[...]))
         head = Head(*quantised(head.rows))
@@ -92,7 +97,7 @@ def lay_out(model: Laneformer, precision: Precision = "native") -> tuple[Layout,
     trunk_specs = tuple(_spec(path, config) for path, _ in nnx.to_flat_state(state))
     leaves, tree = jax.tree.flatten(state)
     specs = Arrays(trunk_specs, jax.tree.map(lambda _: P(LANE), head))
-    layout = Layout(config, mesh, graph, tree, specs)
+    layout = _layout(config, mesh, graph, tree, specs)
     if mesh is None:
         return layout, Arrays(tuple(leaves), head)
     if config.lm_head_type != "vocab_parallel":  # whose lanes have equal parts as they are
@@ -100,6 +105,9 @@ def lay_out(model: Laneformer, precision: Precision = "native") -> tuple[Layout,
         head = jax.tree.map(lambda a: jnp.pad(a, [(0, beyond)] + [(0, 0)] * (a.ndim - 1)), head)
     shardings = jax.tree.map(lambda spec: named(mesh, spec), specs)
     return layout, jax.device_put(Arrays(tuple(leaves), head), shardings)
+
+
+_layout = lru_cache(maxsize=64)(Layout)
 
 
 def _head(model: Laneformer) -> Head:
@@ -153,6 +161,19 @@ def quantised(weight: jax.Array) -> tuple[jax.Array, jax.Array]:
     scale = jnp.max(jnp.abs(exact), axis=-1) / 127
     steps = jnp.round(exact / jnp.where(scale > 0, scale, 1)[..., None])
     return steps.astype(jnp.int8), scale
+
+
+def dequantised(model: Laneformer) -> Laneformer:
+    """A model with the weights that int8 stands for, in the model's dtype: int8 is checked against it."""
+    exact = nnx.merge(*nnx.split(model))
+    heads = [exact.lm_head] if exact.lm_head is not None else []
+    for module in [m for layer in exact.layers for m in (layer.attention, layer.feed_forward)]:
+        heads += [getattr(module, name) for name in MATRICES if hasattr(module, name)]
+    for module in heads:
+        weight = module.linear.weight if hasattr(module, "linear") else module.weight
+        steps, scale = quantised(weight[...])
+        weight[...] = (steps * scale[..., None]).astype(weight.dtype)
+    return exact
 
 
 class Int8Linear(nnx.Module):

@@ -1,7 +1,7 @@
 """Grouped-query attention within each lane, and who may see whom.
 
-Shapes: L lanes of this device, B batch, S queries, T keys, R slots of a ring, K kv heads of a lane,
-G queries per kv head, d head size.
+Shapes: L lanes of this device, B batch, S queries, T keys, K kv heads of a lane, G queries per kv head,
+d head size; R slots of a ring, M = L·B·K.
 """
 
 import jax
@@ -50,16 +50,16 @@ def attend(
 
 
 def attend_ring(
-    q_LBSKGd: jax.Array, k_LBKRd: jax.Array, v_LBKRd: jax.Array, mask_BSR: jax.Array
+    q_LBSKGd: jax.Array, k_MRd: jax.Array, v_MRd: jax.Array, mask_BSR: jax.Array
 ) -> jax.Array:
-    """`attend` to a cache, whose heads stand before its slots so that a head's keys lie together."""
+    """`attend` to the rings of `cache.RingCache`."""
     lanes, batch, seq, heads, group, d = q_LBSKGd.shape
     dtype = q_LBSKGd.dtype
-    q_LBKQd = jnp.moveaxis(q_LBSKGd, 2, 3).reshape(lanes, batch, heads, seq * group, d)
-    scores = jnp.einsum("lbkqd,lbkrd->lbkqr", q_LBKQd, k_LBKRd)
-    scores = scores * jnp.asarray(d**-0.5, dtype)
-    mask_BQR = jnp.repeat(mask_BSR, group, axis=1)
-    scores = jnp.where(mask_BQR[None, :, None], scores, jnp.finfo(dtype).min)
-    weights = rounded(jax.nn.softmax(scores.astype(jnp.float32), axis=-1), dtype)
-    out_LBKQd = jnp.einsum("lbkqr,lbkrd->lbkqd", weights, v_LBKRd)
-    return jnp.moveaxis(out_LBKQd.reshape(lanes, batch, heads, seq, group, d), 3, 2)
+    q_MQd = jnp.moveaxis(q_LBSKGd, 2, 3).reshape(-1, seq * group, d)
+    scores = jnp.einsum("mqd,mrd->mqr", q_MQd, k_MRd) * jnp.asarray(d**-0.5, dtype)
+    mask = mask_BSR[None, :, None, :, None]
+    scores = scores.reshape(lanes, batch, heads, seq, group, -1)
+    scores = jnp.where(mask, scores, jnp.finfo(dtype).min).reshape(*q_MQd.shape[:2], -1)
+    weights_MQR = rounded(jax.nn.softmax(scores.astype(jnp.float32), axis=-1), dtype)
+    out_MQd = jnp.einsum("mqr,mrd->mqd", weights_MQR, v_MRd)
+    return jnp.moveaxis(out_MQd.reshape(lanes, batch, heads, seq, group, d), 3, 2)

@@ -8,6 +8,10 @@ import importlib
 # Module with `add_arguments` and `run`, cheap to import, and what it measures.
 BENCHES: dict[str, tuple[str, str]] = {
     "data": ("data.bench", "reading, tokenising, packing: tokens per second, start-up, memory"),
+    "decode": (
+        "decode.bench",
+        "decoding beside PyTorch's: first token, tokens per second, share of the memory's read rate",
+    ),
     "train": (
         "train.bench",
         "a training step beside PyTorch's: tokens per second, lanes against one",

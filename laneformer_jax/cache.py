@@ -1,7 +1,7 @@
 """Keys and values of the tokens seen so far.
 
-Shapes: L lanes of this device, B batch, S new tokens, T slots, R slots of a ring, K kv heads of a lane,
-d head size.
+Shapes: L lanes of this device, B batch, S new tokens, R slots of a ring, K kv heads of a lane,
+G = L·B·K, d head size.
 """
 
 from typing import NamedTuple
@@ -51,7 +51,8 @@ class RingCache(NamedTuple):
     never takes what its first query still sees. Positions below 0 are padding and are never seen.
     """
 
-    keys: tuple[jax.Array, ...]  # N × [L,B,K,R,d]
+    # N × [G,R,d]: one leading axis, because where a matrix product must fold axes first XLA copies all of it.
+    keys: tuple[jax.Array, ...]
     values: tuple[jax.Array, ...]
     length_B: jax.Array  # int32, the next position; below 0 while padding goes in
 
@@ -66,13 +67,11 @@ class RingCache(NamedTuple):
         local_lanes: int,
     ) -> "RingCache":
         """For `context` positions of `batch` rows, written at most `ahead` at once."""
-        heads = config.num_key_value_heads // config.num_lanes
+        heads = local_lanes * batch * (config.num_key_value_heads // config.num_lanes)
 
         def rings() -> tuple[jax.Array, ...]:  # buffers of their own, so that all can be donated
             slots = (ring_slots(config, i, context, ahead) for i in range(config.num_hidden_layers))
-            return tuple(
-                jnp.zeros((local_lanes, batch, heads, r, config.head_size), dtype) for r in slots
-            )
+            return tuple(jnp.zeros((heads, r, config.head_size), dtype) for r in slots)
 
         return cls(rings(), rings(), jnp.zeros((batch,), jnp.int32))
 
@@ -92,15 +91,15 @@ def visible(position_BS: jax.Array, slots: int, window: int | None) -> jax.Array
     return mask if window is None else mask & (distance_BSR < window)
 
 
-def put(ring_LBKRd: jax.Array, new_LBSKd: jax.Array, position_BS: jax.Array) -> jax.Array:
+def put(ring_GRd: jax.Array, new_LBSKd: jax.Array, position_BS: jax.Array) -> jax.Array:
     """Write S new entries at their positions, S at most R."""
-    new_LBSKd = new_LBSKd.astype(ring_LBKRd.dtype)
-    slot_BS = position_BS % ring_LBKRd.shape[3]
-    if slot_BS.size == 1:  # the one token of batch-one decoding: a plain copy in place
-        at = (0, 0, 0, slot_BS[0, 0], 0)
-        return jax.lax.dynamic_update_slice(ring_LBKRd, new_LBSKd.swapaxes(2, 3), at)
-    row_B1 = jnp.arange(slot_BS.shape[0])[:, None]
-    new_BSLKd = jnp.moveaxis(new_LBSKd, 0, 2)
-    return ring_LBKRd.at[:, row_B1, :, slot_BS].set(
-        new_BSLKd, mode="promise_in_bounds", unique_indices=True
-    )
+    lanes, batch, seq, heads, d = new_LBSKd.shape
+    new_GSd = new_LBSKd.swapaxes(2, 3).reshape(-1, seq, d).astype(ring_GRd.dtype)
+    slot_BS = position_BS % ring_GRd.shape[1]
+    if batch == seq == 1:
+        return jax.lax.dynamic_update_slice(ring_GRd, new_GSd, (0, slot_BS[0, 0], 0))
+    slots = ring_GRd.at[:, slot_BS[0]]
+    if batch > 1:
+        slot_GS = jnp.broadcast_to(slot_BS[None, :, None], (lanes, batch, heads, seq))
+        slots = ring_GRd.at[jnp.arange(len(ring_GRd))[:, None], slot_GS.reshape(-1, seq)]
+    return slots.set(new_GSd, mode="promise_in_bounds", unique_indices=True)
