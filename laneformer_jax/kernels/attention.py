@@ -1,0 +1,240 @@
+"""One query token against the cache: split over the keys, put together by the last part to finish.
+
+Shapes: L lanes of this device, T cache slots, K kv heads of a lane, G queries per kv head, d head size,
+O = K·G·d, P query rows of a tile, C keys read at once, W columns of a piece of a head, S parts.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from laneformer_jax import attention
+from laneformer_jax.kernels.backend import Backend, Ref, program, when
+from laneformer_jax.kernels.tuning import Keys
+
+_LEAST = 16  # rows and columns of a tile that tensor cores multiply
+_NOTHING = -1e30  # score of a key that is not there
+
+
+def reference(
+    q_LO: jax.Array,
+    keys_LKTd: jax.Array,
+    values_LKTd: jax.Array,
+    position: jax.Array,
+    window: int | None,
+) -> jax.Array:
+    """Attention of the token in slot `position` mod T over the last `window` tokens, [L,O].
+
+    The cache is a ring: it holds the last T tokens, this one included.
+    """
+    lanes, heads, slots, d = keys_LKTd.shape
+    age_T = (position - jnp.arange(slots)) % slots
+    seen_T = (age_T <= position) & (age_T < (window or slots))
+    q_LBSKGd = q_LO.reshape(lanes, 1, 1, heads, -1, d)
+    keys_LBTKd, values_LBTKd = (x.swapaxes(1, 2)[:, None] for x in (keys_LKTd, values_LKTd))
+    out = attention.attend(q_LBSKGd, keys_LBTKd, values_LBTKd, seen_T[None, None])
+    return out.reshape(q_LO.shape)
+
+
+def empty_counter(lanes: int, heads: int) -> jax.Array:
+    """How many parts of each kv head have finished, int32 [L·K]. Every launch leaves zeros behind."""
+    return jnp.zeros((lanes * heads,), jnp.int32)
+
+
+def attend(
+    b: Backend,
+    q_LO: jax.Array,
+    keys_LKTd: jax.Array,
+    values_LKTd: jax.Array,
+    position: jax.Array,
+    window: int | None,
+    counter: jax.Array,
+    blocks: Keys,
+) -> tuple[jax.Array, jax.Array]:
+    """As `reference` in one launch, and the counter for the next one.
+
+    The softmax is float32 and normalised at the end; only its weights are rounded to the cache's dtype.
+    """
+    lanes, heads, _, d = keys_LKTd.shape
+    groups = q_LO.shape[1] // (heads * d)
+    parts = (lanes, heads, blocks.splits, groups)
+
+    def kernel(
+        position_ref: Ref,
+        q_ref: Ref,
+        keys_ref: Ref,
+        values_ref: Ref,
+        _counter_in: Ref,
+        out_ref: Ref,
+        weighted_ref: Ref,
+        peak_ref: Ref,
+        total_ref: Ref,
+        counter_ref: Ref,
+    ) -> None:
+        refs = Refs(q_ref, keys_ref, values_ref, weighted_ref, peak_ref, total_ref, out_ref)
+        split, head, lane = program(0), program(1), program(2)
+        part(b, refs, b.load(position_ref, 0), window, lane, head, split, blocks.keys)
+        combine_if_last(b, refs, counter_ref, lane, head)
+
+    float32 = jnp.float32
+    out, _, _, _, counter = b.launch(
+        kernel,
+        "attention",
+        (blocks.splits, heads, lanes),
+        [jnp.reshape(position, 1), q_LO, keys_LKTd, values_LKTd, counter],
+        [
+            jax.ShapeDtypeStruct(q_LO.shape, q_LO.dtype),
+            jax.ShapeDtypeStruct((*parts, d), float32),
+            jax.ShapeDtypeStruct(parts, float32),
+            jax.ShapeDtypeStruct(parts, float32),
+            jax.ShapeDtypeStruct(counter.shape, counter.dtype),
+        ],
+        blocks.launch,
+        in_place={4: 4},
+    )
+    return out, counter
+
+
+class Refs(NamedTuple):
+    """What `part` and `combine` read and write."""
+
+    q: Ref
+    keys: Ref
+    values: Ref
+    weighted: Ref  # [L,K,S,G,d] sum of values under weights relative to the part's peak
+    peak: Ref  # [L,K,S,G] highest score
+    total: Ref  # [L,K,S,G] sum of the weights; 0 where the part has no keys
+    out: Ref
+
+
+def part(
+    b: Backend,
+    refs: Refs,
+    position: jax.Array,
+    window: int | None,
+    lane: jax.Array,
+    head: jax.Array,
+    split: jax.Array,
+    keys_at_once: int,
+    fresh: bool = False,
+) -> None:
+    """Part `split` of the visible keys of one kv head. fresh: q and the cache are of this launch."""
+    slots, d = refs.keys.shape[2:]
+    splits, groups = refs.peak.shape[2:]
+    dtype = refs.keys.dtype
+    row_P = jnp.arange(max(_LEAST, _power_of_two(groups)))
+    query_P = row_P < groups
+    pieces = _pieces(d)
+
+    known = position + 1
+    seen = jnp.minimum(known, min(window or slots, slots))
+    oldest = lax.rem(known - seen, jnp.int32(slots))
+    step = splits * keys_at_once
+    length = lax.div(seen + step - 1, jnp.int32(step)) * keys_at_once
+    begin = split * length
+    end = jnp.minimum(begin + length, seen)
+
+    queries = []
+    for column_W, inside in pieces:
+        at = (head * groups + row_P)[:, None] * d + column_W
+        queries.append(b.load(refs.q, lane, at, mask=query_P[:, None] & inside, fresh=fresh))
+
+    def cached(ref: Ref, slot_C: jax.Array, live_C: jax.Array) -> list[jax.Array]:
+        return [
+            b.load(ref, lane, head, slot_C[:, None], column, mask=live_C[:, None] & ok, fresh=fresh)
+            for column, ok in pieces
+        ]
+
+    def block(i: jax.Array, state: tuple) -> tuple:
+        peak_P, total_P, weighted = state
+        index_C = begin + i * keys_at_once + jnp.arange(keys_at_once)
+        live_C = index_C < end
+        slot_C = oldest + index_C
+        slot_C = jnp.where(slot_C >= slots, slot_C - slots, slot_C)
+        keys = cached(refs.keys, slot_C, live_C)
+        values = cached(refs.values, slot_C, live_C)
+        score_PC = sum(b.dot(q, k.T) for q, k in zip(queries, keys, strict=True)) * d**-0.5
+        score_PC = jnp.where(live_C[None], score_PC, _NOTHING)
+        new_P = jnp.maximum(peak_P, jnp.max(score_PC, axis=1))
+        weight_PC = jnp.where(live_C[None], jnp.exp(score_PC - new_P[:, None]), 0.0)
+        fade_P = jnp.exp(peak_P - new_P)
+        total_P = total_P * fade_P + jnp.sum(weight_PC, axis=1)
+        weighted = tuple(
+            old * fade_P[:, None] + b.dot(weight_PC.astype(dtype), value)
+            for old, value in zip(weighted, values, strict=True)
+        )
+        return new_P, total_P, weighted
+
+    rows = row_P.shape[0]
+    peak_P, total_P, weighted = lax.fori_loop(
+        0,
+        lax.div(jnp.maximum(end - begin, 0) + keys_at_once - 1, jnp.int32(keys_at_once)),
+        block,
+        (
+            jnp.full((rows,), _NOTHING, jnp.float32),
+            jnp.zeros((rows,), jnp.float32),
+            tuple(jnp.zeros((rows, column.shape[1]), jnp.float32) for column, _ in pieces),
+        ),
+    )
+    b.store(refs.peak, lane, head, split, row_P, value=peak_P, mask=query_P)
+    b.store(refs.total, lane, head, split, row_P, value=total_P, mask=query_P)
+    for (column_W, inside), value in zip(pieces, weighted, strict=True):
+        at = (lane, head, split, row_P[:, None], column_W)
+        b.store(refs.weighted, *at, value=value, mask=query_P[:, None] & inside)
+
+
+def combine_if_last(b: Backend, refs: Refs, counter: Ref, lane: jax.Array, head: jax.Array) -> None:
+    """After a `part`: the last of a kv head's parts to get here puts them together."""
+    splits, mine = refs.peak.shape[2], lane * refs.keys.shape[1] + head
+    # Every thread's part is written before the one that counts says so.
+    b.sync_threads()
+    finished = b.fetch_add(counter, mine, 1)
+
+    @when(finished == splits - 1)
+    def last() -> None:
+        combine(b, refs, lane, head)
+        b.store(counter, mine, value=jnp.int32(0))
+
+
+def combine(b: Backend, refs: Refs, lane: jax.Array, head: jax.Array) -> None:
+    """Put the parts of one kv head together; they were written during this launch."""
+    d = refs.keys.shape[3]
+    splits, groups = refs.peak.shape[2:]
+    row_G = jnp.arange(_power_of_two(groups))
+    query_G = row_G < groups
+    split_S = jnp.arange(_power_of_two(splits))
+    parts = (lane, head, split_S[:, None], row_G[None])
+    there_SG = (split_S < splits)[:, None] & query_G[None]
+    total_SG = b.load(refs.total, *parts, mask=there_SG, fresh=True)
+    # A part without keys has the lowest peak of all, and no weight.
+    peak_SG = b.load(refs.peak, *parts, mask=there_SG, fresh=True)
+    peak_SG = jnp.where(total_SG > 0, peak_SG, _NOTHING)
+    share_SG = jnp.exp(peak_SG - jnp.max(peak_SG, axis=0)[None])
+    share_SG = jnp.where(total_SG > 0, share_SG, 0.0)
+    scale_G = 1.0 / jnp.sum(share_SG * total_SG, axis=0)
+    for column_1W, inside in _pieces(d):
+        at = (lane, head, split_S[:, None, None], row_G[None, :, None], column_1W[None])
+        there = there_SG[:, :, None] & inside
+        value_SGW = b.load(refs.weighted, *at, mask=there, fresh=True)
+        value_GW = jnp.sum(value_SGW * share_SG[:, :, None], axis=0) * scale_G[:, None]
+        at_GW = (head * groups + row_G)[:, None] * d + column_1W
+        b.store(refs.out, lane, at_GW, value=value_GW, mask=query_G[:, None] & inside)
+
+
+def _pieces(d: int) -> list[tuple[jax.Array, jax.Array]]:
+    """Columns [1,W] that make up a head in power-of-two pieces, and which of them lie inside it."""
+    pieces, start = [], 0
+    while start < d:
+        width = max(1 << (d - start).bit_length() - 1, _LEAST)
+        column_1W = start + jnp.arange(width)[None]
+        pieces.append((column_1W, column_1W < d))
+        start += width
+    return pieces
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()

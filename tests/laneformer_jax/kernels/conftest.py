@@ -1,0 +1,30 @@
+"""The kernels in the interpreter, with blocks small enough for small shapes."""
+
+import pytest
+
+from laneformer_jax.kernels.backend import Backend, Launch
+from laneformer_jax.kernels.tuning import Keys, Programs, Rows, Tuning
+
+LAUNCH = Launch()
+
+
+@pytest.fixture(scope="session")
+def interpreter() -> Backend:
+    return Backend(interpret=True)
+
+
+@pytest.fixture(scope="session")
+def small() -> Tuning:
+    """Several blocks of everything at the sizes of these tests, and fewer than four tiles a row only in
+    some: both ways through a matrix row are taken."""
+    rows = Rows(rows=8, columns=16, launch=LAUNCH)
+    return Tuning(
+        qkv=rows,
+        attention=Keys(splits=4, keys=16, launch=LAUNCH),
+        out=rows,
+        gate_up=rows,
+        down=rows,
+        norm=rows,
+        head=rows,
+        layer=Programs(count=1, launch=LAUNCH),
+    )

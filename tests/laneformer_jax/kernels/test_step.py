@@ -1,0 +1,161 @@
+"""One token through all kernels equals the model's cached forward pass, token after token."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from decode.step import xla_step
+from laneformer_jax import Laneformer
+from laneformer_jax.cache import RingCache
+from laneformer_jax.exchange import Lanes
+from laneformer_jax.kernels import step
+from laneformer_jax.model import parameter_specs
+from laneformer_jax.presets import preset
+from laneformer_jax.sharding import LANE, make_mesh
+
+# The tiny preset with fewer and shorter rows: with δ = 1 an early layer and one that hears the others; a
+# window of 6 in the first.
+SHAPE = dict(
+    vocab_size=72,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    broadcast_delay=1,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    max_position_embeddings=64,
+    sliding_window=6,
+    swa_layers=(0,),
+    initializer_range=0.3,
+)
+TOKENS = np.random.default_rng(0).integers(0, 72, 20).astype(np.int32)
+
+
+def build(dtype=jnp.float32, **overrides):
+    return Laneformer(preset("tiny", **SHAPE | overrides), rngs=nnx.Rngs(3), dtype=dtype)
+
+
+def by_model(model):
+    """Logits [token, V] of the plain path, one token at a time against a cache."""
+    graphdef, params = nnx.split(model)
+    lanes = model.local_lanes()
+
+    @jax.jit
+    def run(params, token, cache):
+        model = nnx.merge(graphdef, params)
+        x_LBSD, cache = xla_step(model, lanes, token[None, None], cache)
+        return model.logits(x_LBSD, lanes)[0, 0], cache
+
+    dtype = model.tok_embeddings.weight.dtype
+    cache = RingCache.empty(model.config, 1, len(TOKENS), 1, dtype, model.config.num_lanes)
+    logits = []
+    for token in TOKENS:
+        one, cache = run(params, token, cache)
+        logits.append(one)
+    return np.asarray(jnp.stack(logits), np.float32)
+
+
+def by_kernels(model, b, tuning, mesh=None, whole_layers=None):
+    """The same from the kernels, and the token that they call likeliest; layers with a window keep a
+    ring of 8 slots, so that it comes round twice."""
+    config = model.config
+    graphdef, params = nnx.split(model)
+    dtype = model.tok_embeddings.weight.dtype
+    slots = tuple(8 if config.window(i) else 32 for i in range(config.num_hidden_layers))
+    lanes = Lanes(config.num_lanes, LANE if mesh else None)
+
+    def run(params, w_VD, token, position, state):
+        model = nnx.merge(graphdef, params)
+        return step.decode_step(b, tuning, model, lanes, w_VD, token, position, state)
+
+    if mesh is not None:
+        # The counter is every device's own: as wide as its lanes' heads.
+        states = step.State(*[(P(LANE),) * len(slots)] * 2, P(LANE))
+        run = jax.shard_map(
+            run,
+            mesh=mesh,
+            in_specs=(parameter_specs(params, config), P(LANE), P(), P(), states),
+            out_specs=(step.Output(P(LANE), P()), states),
+            check_vma=False,  # the interpreter does not know what varies
+        )
+    run = jax.jit(run, donate_argnums=4)
+    state = step.empty_state(config, slots, dtype, config.num_lanes, whole_layers)
+    w_VD = model.lm_head.weight[...]
+    logits, tokens = [], []
+    for position, token in enumerate(TOKENS):
+        out, state = run(params, w_VD, token, np.int32(position), state)
+        logits.append(out.logits_V)
+        tokens.append(int(out.token))
+    if whole_layers is None:
+        assert not state.scratch.any()
+    return np.asarray(jnp.stack(logits), np.float32), tokens
+
+
+EARLY = dict(
+    num_hidden_layers=4,
+    use_early_comm=True,
+    final_own_scale="sqrt_lanes",
+    replicated_rmsn_scale=False,
+)
+
+
+@pytest.mark.parametrize("overrides", [dict(), pytest.param(EARLY, marks=pytest.mark.slow)])
+def test_float32(interpreter, small, overrides):
+    model = build(**overrides)
+    logits, tokens = by_kernels(model, interpreter, small)
+    want = by_model(model)
+    np.testing.assert_allclose(logits, want, atol=1e-5 * np.abs(want).max())
+    assert tokens == want.argmax(-1).tolist()
+
+
+def test_bfloat16_within_round_off(interpreter, small):
+    """As far from the float32 result as the model's own bfloat16 path, and no further."""
+    model = build(jnp.bfloat16)
+    logits, tokens = by_kernels(model, interpreter, small)
+    want = by_model(model)
+    wide = build()
+    nnx.update(wide, jax.tree.map(lambda x: x.astype(jnp.float32), nnx.state(model)))
+    exact = by_model(wide)
+    assert np.abs(logits - exact).mean() <= 1.1 * np.abs(want - exact).mean()
+    assert tokens == logits.argmax(-1).tolist()  # of equals the first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overrides", [dict(), EARLY])
+def test_a_launch_per_layer(interpreter, small, overrides):
+    model = build(**overrides)
+    logits, tokens = by_kernels(model, interpreter, small, whole_layers=small)
+    want = by_model(model)
+    np.testing.assert_allclose(logits, want, atol=1e-5 * np.abs(want).max())
+    assert tokens == want.argmax(-1).tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [8, 2])
+def test_lanes_over_devices_equal_one_device(interpreter, small, devices):
+    """With one lane a device, and with four: delayed sums by all-reduce, the head by vocabulary."""
+    model = build()
+    logits, tokens = by_kernels(model, interpreter, small, make_mesh(lane=devices))
+    want = by_model(model)
+    np.testing.assert_allclose(logits, want, atol=1e-5 * np.abs(want).max())
+    assert tokens == want.argmax(-1).tolist()
+
+
+@pytest.mark.slow
+def test_a_step_of_the_decode_loop(interpreter, small):
+    """Layers alone on the engine's cache: prefill by the plain path, then tokens by the kernels."""
+    model = build()
+    config, lanes = model.config, model.local_lanes()
+    one = jax.jit(step.over_cache(interpreter, small, xla_step), static_argnums=1)
+    cache = plain = RingCache.empty(config, 1, 32, 8, jnp.float32, config.num_lanes)
+    x_LBSD, cache = one(model, lanes, TOKENS[None, :8], cache)
+    want, plain = xla_step(model, lanes, TOKENS[None, :8], plain)
+    np.testing.assert_array_equal(x_LBSD, want)
+    for token in TOKENS[8:]:
+        x_LBSD, cache = one(model, lanes, token[None, None], cache)
+        want, plain = xla_step(model, lanes, token[None, None], plain)
+        np.testing.assert_allclose(x_LBSD, want, atol=1e-5 * np.abs(want).max())
+    assert cache.length_B == plain.length_B
