@@ -41,11 +41,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure and print; 0."""
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        figures = measure(
+        measured = measure(
             Path(folder), args.parts, args.seconds, args.rounds, args.files, args.gigabytes
         )
-    for name, value in figures.items():
-        print(f"{name:<58} {value:,.3f}")
+        figures = {}
+        for part in measured:
+            figures.update(part)
+            for name, value in part.items():
+                print(f"{name:<62} {value:,.3f}", flush=True)
     if args.json:
         from laneformer_jax.files import atomic_file
 
@@ -61,8 +64,8 @@ def measure(
     rounds: int,
     files: int,
     gigabytes: float,
-) -> dict[str, float]:
-    """The figures of `parts` by name. Test data is written to `folder`.
+) -> Iterator[dict[str, float]]:
+    """The figures of each of `parts` by name. Test data is written to `folder`.
 
     Rates are of tokens that are not padding, at 1,024 tokens a row and 8 rows a batch; of the
     figures that are compared, the rounds take turns.
@@ -71,16 +74,14 @@ def measure(
 
     text = _stdlib_jsonl(folder / "stdlib.jsonl")
     tokenizer = train_tokenizer(text, 32_000, folder / "tokenizer")
-    figures: dict[str, float] = {}
     if "text" in parts:
-        figures.update(_from_text(folder, tokenizer, seconds, rounds))
+        yield _from_text(folder, tokenizer, seconds, rounds)
     if "tokenized" in parts:
-        figures.update(_against_grain(folder, tokenizer, seconds, rounds))
+        yield _against_grain(folder, tokenizer, seconds, rounds)
     if "files" in parts:
-        figures.update(_start_up(folder, tokenizer, files))
+        yield _start_up(folder, tokenizer, files)
     if "memory" in parts:
-        figures.update(_memory(folder, tokenizer, gigabytes))
-    return figures
+        yield _memory(folder, tokenizer, gigabytes)
 
 
 def _from_text(folder: Path, tokenizer: Any, seconds: float, rounds: int) -> dict[str, float]:

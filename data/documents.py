@@ -133,7 +133,9 @@ class Encoder:
         return value
 
     def _get(self, record: Record, field: str) -> Any:
-        if record.get(field) is None:
+        if field in record and record[field] is None:
+            raise UserError(f"field {field!r}: is null")
+        if field not in record:
             raise UserError(
                 f"field {field!r}: not in this row{nearest(field, record)}; it has"
                 f" {', '.join(map(repr, record))}"

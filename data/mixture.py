@@ -14,7 +14,7 @@ from typing import Any
 
 import grain
 
-from data.config import SchedulePoint
+from data.config import DataConfig, SchedulePoint
 from data.documents import SKIP_REASONS
 from laneformer_jax.errors import UserError
 
@@ -35,6 +35,13 @@ class Weights:
 
     tokens: tuple[int, ...]
     weights: tuple[tuple[float, ...], ...]
+
+    @classmethod
+    def of(cls, config: DataConfig, streams: int) -> Weights:
+        """A mixture's, as one of `streams` equal streams of a run sees them."""
+        if not config.schedule:
+            return cls.constant([source.weight for source in config.sources.values()])
+        return cls.scheduled(config.schedule, list(config.sources), streams)
 
     @classmethod
     def constant(cls, weights: Sequence[float]) -> Weights:

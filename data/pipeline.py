@@ -173,11 +173,7 @@ class _Plan:
         config = self.config
         names = [e.name for e in self.encoders]
         streams = [self._documents(i, shard, workers) for i in range(len(self.encoders))]
-        weights = (
-            Weights.scheduled(config.schedule, names, self.num_shards)
-            if config.schedule
-            else Weights.constant([e.config.weight for e in self.encoders])
-        )
+        weights = Weights.of(config, self.num_shards)
         mixture = Mixture(streams, names, weights, [e.size for e in self.encoders])
         return pack(mixture, self.seq_len, config.packing, config.packing_bins, self.seed + shard)
 

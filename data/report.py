@@ -14,12 +14,15 @@ import numpy as np
 from data.config import DataConfig
 from data.documents import SKIP_REASONS, Encoder
 from data.evaluation import once
+from data.mixture import Weights
 from data.pipeline import closing, open_encoders
 from data.sources.subset import Subset
 from data.workers import Workers
 from laneformer_jax.files import atomic_file
 from laneformer_jax.progress import progress
 from laneformer_jax.tokenizer import Tokenizer
+
+_RUN = 100_000_000  # tokens of the run that repeats are told for
 
 
 def measure(
@@ -34,8 +37,9 @@ def measure(
         max_documents: stop after so many of each source.
 
     Returns:
-        `sources`: per name `documents`, `tokens`, `share` (of the mixture's weights),
-        `tokens_share` (of all tokens here), `bytes_per_token`, `longest` (tokens),
+        `sources`: per name `documents`, `tokens`, `share` (of the mixture's tokens when a run
+        begins) and `final_share` (at the end of the schedule), `epochs_100m` (passes in the first
+        100 M tokens), `tokens_share` (of all tokens here), `bytes_per_token`, `longest` (tokens),
         `longer_than_row`, `truncated`, `duplicates`, `skipped` by reason, `contaminated` documents
         with the first task each overlaps, and `lengths`, a histogram over powers of two.
     """
@@ -45,13 +49,20 @@ def measure(
             e.name: _of_source(once("train", config, workers, i), e, seq_len, max_documents)
             for i, e in enumerate(encoders)
         }
-    weights = sum(e.config.weight for e in encoders)
+    weights = Weights.of(config, streams=1)
+    begin, end = (_shares(weights, tokens) for tokens in (0, weights.tokens[-1]))
+    over_100m = np.mean([_shares(weights, tokens) for tokens in range(0, _RUN, _RUN // 1000)], 0)
     total = sum(s["tokens"] for s in out.values())
-    for encoder in encoders:
-        source = out[encoder.name]
-        source["share"] = encoder.config.weight / weights
+    for i, source in enumerate(out.values()):
+        source["share"], source["final_share"] = begin[i], end[i]
         source["tokens_share"] = source["tokens"] / max(total, 1)
+        source["epochs_100m"] = over_100m[i] * _RUN / source["tokens"] if source["tokens"] else None
     return {"seq_len": seq_len, "sources": out}
+
+
+def _shares(weights: Weights, tokens: int) -> list[float]:
+    at = weights.at(tokens)
+    return [w / sum(at) for w in at]
 
 
 def _of_source(
@@ -121,14 +132,17 @@ def table(report: Mapping[str, Any]) -> str:
     rows = [head]
     for name, s in report["sources"].items():
         skipped = ", ".join(f"{k} {v}" for k, v in s["skipped"].items()) or "-"
-        epochs = 1e8 * s["share"] / s["tokens"] if s["tokens"] else float("inf")
+        share = f"{s['share']:.1%}"
+        if s["final_share"] != s["share"]:
+            share += f" to {s['final_share']:.1%}"
+        epochs = s["epochs_100m"]
         rows.append(
             (
                 name,
                 f"{s['documents']:,}",
                 f"{s['tokens']:,}",
-                f"{s['share']:.1%}",
-                f"{epochs:.1f}",
+                share,
+                "-" if epochs is None else f"{epochs:.1f}",
                 f"{s['bytes_per_token']:.2f}",
                 f"{s['longest']:,}",
                 f"{s['longer_than_row']:,}",
@@ -146,8 +160,8 @@ def table(report: Mapping[str, Any]) -> str:
         for row in rows
     ]
     notes = [
-        "weight: share of the mixture's tokens; epochs/100M: passes over the source in a run of"
-        " 100 M tokens;",
+        "weight: share of the mixture's tokens, at the beginning and the end of the schedule;"
+        " epochs/100M: passes over the source in the first 100 M tokens of a run;",
         f"long: documents of more than one row of {report['seq_len']} tokens.",
     ]
     for name, s in report["sources"].items():
@@ -174,8 +188,13 @@ def _plot(report: Mapping[str, Any]) -> Any:
     shares, lengths = figure.subplots(1, 2)
     names = list(report["sources"])
     places = np.arange(len(names))
-    for offset, key, label in ((-0.2, "tokens_share", "tokens held"), (0.2, "share", "weight")):
-        shares.barh(places + offset, [report["sources"][n][key] for n in names], 0.38, label=label)
+    bars = [("tokens_share", "tokens held"), ("share", "weight")]
+    if any(s["final_share"] != s["share"] for s in report["sources"].values()):
+        bars.append(("final_share", "weight at the end"))
+    height = 0.8 / len(bars)
+    for i, (key, label) in enumerate(bars):
+        widths = [report["sources"][n][key] for n in names]
+        shares.barh(places + (i - len(bars) / 2 + 0.5) * height, widths, height, label=label)
     shares.set_yticks(places, names)
     shares.invert_yaxis()
     shares.set_xlabel("share of the mixture")

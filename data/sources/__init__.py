@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from laneformer_jax.errors import UserError
@@ -19,6 +20,26 @@ class BadDocument(UserError):
     def __init__(self, where: str, reason: str, detail: str = ""):
         super().__init__(f"{where}: {detail or reason}")
         self.reason = reason
+
+
+def json_object(text: str, where: str) -> Record:
+    """The JSON object that `text` holds; raises BadDocument when it holds none."""
+    try:
+        record = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise BadDocument(where, "malformed", f"not valid JSON: {error.msg}") from None
+    except RecursionError:
+        raise BadDocument(where, "malformed", "JSON nested too deeply") from None
+    except ValueError:  # Python's limit of digits
+        raise BadDocument(where, "malformed", "JSON with a number too long to read") from None
+    if not isinstance(record, dict):
+        raise BadDocument(where, "malformed", f"must be an object, not {_type(record)}")
+    return record
+
+
+def _type(value: Any) -> str:
+    names = {list: "an array", str: "a string", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")
 
 
 class Source(Protocol):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from typing import Any
 
@@ -10,7 +9,7 @@ import grain
 import numpy as np
 
 from data.config import SourceConfig
-from data.sources import BadDocument, Record
+from data.sources import Record, json_object
 from data.sources.files import expand, file_revision, utf8
 from data.sources.names import hash_rows
 from laneformer_jax.errors import UserError
@@ -46,7 +45,11 @@ class ArrayRecords:
         """List what `config` names. Raises UserError for none, or one that is cut off."""
         found = [pair for path in config.paths for pair in expand(source, path, config.pattern)]
         names = [name for _, below in found for name in below]
-        return cls([os.path.join(root, n) for root, below in found for n in below], names)
+        files = [os.path.join(root, n) for root, below in found for n in below]
+        try:
+            return cls(files, names)
+        except UserError as error:
+            raise UserError(f"source {source!r}: {error}") from None
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -61,13 +64,7 @@ class ArrayRecords:
 
     def __getitem__(self, index: int) -> Record:
         where = self.where(index)
-        try:
-            record = json.loads(utf8(self._records[index], where))
-        except json.JSONDecodeError as error:
-            raise BadDocument(where, "malformed", f"not valid JSON: {error.msg}") from None
-        if not isinstance(record, dict):
-            raise BadDocument(where, "malformed", "must be a JSON object")
-        return record
+        return json_object(utf8(self._records[index], where), where)
 
     def name_hashes(self) -> np.ndarray:
 

@@ -76,13 +76,24 @@ class TextFiles:
         keep = np.ones(len(indices), bool)
         for place in np.flatnonzero(alike):
             try:
-                with open(self.where(int(indices[place])), "rb") as file:
-                    digest = hashlib.blake2b(file.read(), digest_size=16).digest()
+                digest = _digest(self.where(int(indices[place])), int(sizes[place]))
             except OSError:
                 continue  # told when it is read
             keep[place] = digest not in seen
             seen.add(digest)
         return indices[keep]
+
+
+def _digest(path: str, size: int) -> bytes:
+    """16 bytes of a file's content. Without a file object, which costs more than a small file."""
+    digest = hashlib.blake2b(digest_size=16)
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        while block := os.read(handle, min(size, 1 << 20) + 1):
+            digest.update(block)
+    finally:
+        os.close(handle)
+    return digest.digest()
 
 
 def utf8(data: bytes, where: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from data.config import SourceConfig
-from data.sources import BadDocument, Record
+from data.sources import Record, json_object
 from data.sources.files import expand, file_revision, utf8
 from data.sources.names import hash_rows
 from laneformer_jax.errors import UserError
@@ -49,7 +49,8 @@ class JsonLines:
         for root, below in found:
             for relative in below:
                 path = os.path.join(root, relative)
-                plain = _unpacked(path, cache) if path.endswith((".gz", ".zst")) else path
+                packed = path.endswith((".gz", ".zst"))
+                plain = _unpacked(path, cache, name) if packed else path
                 files.append(plain)
                 names.append(path)
                 starts.append(_line_starts(plain, cache))
@@ -73,13 +74,7 @@ class JsonLines:
         where = f"{self._names[file]}:{row + 1}"
         with open(self._files[file], "rb", buffering=0) as lines:
             text = utf8(os.pread(lines.fileno(), end - start, start), where)
-        try:
-            record = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise BadDocument(where, "malformed", f"not valid JSON: {error.msg}") from None
-        if not isinstance(record, dict):
-            raise BadDocument(where, "malformed", f"must be an object, not {_type(record)}")
-        return record
+        return json_object(text, where)
 
     def name_hashes(self) -> np.ndarray:
 
@@ -118,7 +113,7 @@ def _scan(path: str) -> np.ndarray:
     return np.concatenate([*starts, np.asarray([position], np.int64)]).astype(np.int64)
 
 
-def _unpacked(path: str, cache: str) -> str:
+def _unpacked(path: str, cache: str, source: str) -> str:
     """The path of `path` without its compression."""
     plain = _cache_path(path, cache, ".jsonl")
     if not os.path.isfile(plain):
@@ -128,7 +123,7 @@ def _unpacked(path: str, cache: str) -> str:
                 for block in unpack(packed):
                     file.write(block)
         except (OSError, EOFError, ValueError, zlib.error) as error:
-            raise UserError(f"{path}: cannot be unpacked: {error}") from None
+            raise UserError(f"source {source!r}: {path}: cannot be unpacked: {error}") from None
     return plain
 
 
@@ -159,8 +154,3 @@ def _zstandard_blocks(packed: BinaryIO) -> Iterator[bytes]:
 def _cache_path(path: str, cache: str, ending: str) -> str:
     key = hashlib.sha256(json.dumps(file_revision([os.path.abspath(path)])).encode()).hexdigest()
     return os.path.join(cache, "jsonl", key[:32] + ending)
-
-
-def _type(value: Any) -> str:
-    names = {list: "an array", str: "a string", bool: "true or false", type(None): "null"}
-    return names.get(type(value), "a number")

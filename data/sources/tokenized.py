@@ -24,6 +24,7 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 PARTS = {"tokens": None, "offsets": "int64", "bytes": "int64", "mask": "uint8"}
 IGNORE = -1
+_KEYS = ("shards", "tokenizer_sha256", "dtype", "masked")
 
 
 class TokenizedSource:
@@ -52,10 +53,15 @@ class TokenizedSource:
             ) from None
         except (OSError, ValueError) as error:
             raise UserError(f"{called}: {MANIFEST} cannot be read: {error}") from None
+        if not isinstance(manifest, dict):
+            raise UserError(f"{called}: {MANIFEST} must hold a JSON object")
         if manifest.get("format") != FORMAT:
             raise UserError(
                 f"{called}: has format {manifest.get('format')}; this version reads {FORMAT}"
             )
+        lacking = [key for key in _KEYS if key not in manifest]
+        if lacking:
+            raise UserError(f"{called}: {MANIFEST} lacks {', '.join(lacking)}; tokenise it again")
         for shard in manifest["shards"]:
             for name, size in shard["sizes"].items():
                 file_path = os.path.join(folder, name)

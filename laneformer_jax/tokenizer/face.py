@@ -145,6 +145,18 @@ class Tokenizer:
         """What a token adds to a text, in UTF-8; part of a character for some. A control token's name."""
         return self._backend.token_bytes(self._checked(token_id))
 
+    def same_ids(self, other: Tokenizer) -> bool:
+        """Whether every id stands for the same piece in both, whatever their files."""
+        if self.sha256 == other.sha256:
+            return True
+        if (self.vocab_size, self.bos_id, self.eos_id) != (
+            other.vocab_size,
+            other.bos_id,
+            other.eos_id,
+        ):
+            return False
+        return all(self.piece(i) == other.piece(i) for i in range(self.vocab_size))
+
     def _checked(self, token_id: int) -> int:
         token_id = int(token_id)
         if not 0 <= token_id < self.vocab_size:

@@ -11,11 +11,12 @@ import sentencepiece as spm
 from laneformer_jax.errors import UserError
 from laneformer_jax.tokenizer.face import MODEL_NAME, StreamDecoder
 from laneformer_jax.tokenizer.streaming import SentencePieceStream
-from laneformer_jax.tokenizer.words import WordEncoder, first_run
+from laneformer_jax.tokenizer.words import WordEncoder, first_word
 
 # sentencepiece writes a space as U+2581 inside its pieces and so reads a literal U+2581 back as a
 # space. Its three UTF-8 bytes as byte pieces are taken literally by every decoder.
 _LITERAL_SPACE_MARK = "\u2581"
+_SHORT = 256  # characters: what is shorter is encoded as fast in one go
 
 
 class SentencePieceBackend:
@@ -54,22 +55,22 @@ class SentencePieceBackend:
 
     def _encode(self, text: str, continues: bool) -> np.ndarray:
         """The ids of `text` without U+2581."""
-        if self._words is None:
+        if self._words is None or len(text) < _SHORT:
             return _ids(self._inside if continues else self._sp, text)
         if continues or self._inside is self._sp:
             return self._words(text)
-        first = first_run(text)
+        first = first_word(text)
         return np.concatenate([_ids(self._sp, first), self._words(text[len(first) :])])
 
     @functools.cached_property
     def _words(self) -> WordEncoder | None:
         sp = self._sp
-        pieces = (
+        pieces = [
             sp.id_to_piece(i).replace(_LITERAL_SPACE_MARK, " ")
             for i in range(self.vocab_size)
             if not (sp.is_control(i) or sp.is_unknown(i) or sp.is_byte(i))
-        )
-        return WordEncoder.of(pieces, self._inside.encode)
+        ]
+        return WordEncoder.of(pieces, functools.partial(self._inside.encode, num_threads=1))
 
     @functools.cached_property
     def _inside(self) -> spm.SentencePieceProcessor:

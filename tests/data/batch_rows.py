@@ -7,7 +7,10 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import grain
 import numpy as np
+
+from data.packing import batch_of, pack
 
 
 def segments(batches: Iterable[dict]) -> Iterator[dict[str, np.ndarray]]:
@@ -70,3 +73,16 @@ def same(a: dict, b: dict) -> bool:
 
 def write_jsonl(path: Path, rows: list) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def packed(examples, seq_len, method, bins=4, batch=2):
+    """Batches of `batch` rows from examples [n, 2]; the last is filled with rows of padding."""
+    source = grain.MapDataset.source([{"example": e} for e in examples]).to_iter_dataset()
+    rows = list(pack(source, seq_len, method, bins, seed=0))
+    like = {k: np.zeros_like(v) for k, v in rows[0].items()}
+    rows += [like] * (-len(rows) % batch)
+    stacks = [
+        {k: np.stack([r[k] for r in rows[i : i + batch]]) for k in like}
+        for i in range(0, len(rows), batch)
+    ]
+    return [batch_of(s) for s in stacks]

@@ -5,6 +5,9 @@ import json
 import pytest
 import yaml
 
+from data import DataConfig
+from data.report import measure, table
+from laneformer_jax import settings
 from laneformer_jax.cli import main
 from laneformer_jax.tokenizer import Tokenizer
 
@@ -54,6 +57,30 @@ def test_report(mixture, tokenizer, tmp_path, capsys):
     assert f"{code['tokens']:,}" in shown
     assert (out / "report.png").read_bytes().startswith(b"\x89PNG")
     assert (out / "report.txt").read_text() in shown
+
+
+def test_a_report_follows_the_schedule(corpora, tokenizer):
+    """From code alone to text alone in a straight line over 50 M tokens."""
+    config = settings.from_dict(
+        DataConfig,
+        {
+            "sources": {
+                "code": {"kind": "text", "path": str(corpora / "code")},
+                "text": {"kind": "jsonl", "path": str(corpora / "text.jsonl")},
+            },
+            "schedule": [
+                {"tokens": 0, "weights": {"code": 1}},
+                {"tokens": 50_000_000, "weights": {"text": 1}},
+            ],
+        },
+    )
+    report = measure(config, tokenizer, 64)
+    code, text = report["sources"]["code"], report["sources"]["text"]
+    assert (code["share"], code["final_share"]) == (1, 0)
+    assert (text["share"], text["final_share"]) == (0, 1)
+    assert code["epochs_100m"] == pytest.approx(25e6 / code["tokens"], rel=0.01)
+    assert text["epochs_100m"] == pytest.approx(75e6 / text["tokens"], rel=0.01)
+    assert "100.0% to 0.0%" in table(report)
 
 
 def test_tokenize_and_check(mixture, tokenizer, tmp_path, capsys):

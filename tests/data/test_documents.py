@@ -87,7 +87,7 @@ def test_empty_documents_are_counted(tokenizer, tmp_path):
     ("row", "fields", "found"),
     [
         ({"txt": "a"}, {}, r"field 'text': not in this row \(did you mean 'txt'\?\); it has 'txt'"),
-        ({"text": None}, {}, r"field 'text': not in this row"),
+        ({"text": None}, {}, r"field 'text': is null"),
         ({"text": 3}, {}, r"field 'text': must be a string, not int"),
         ({"text": "\ud800"}, {}, r"lone surrogate"),
         (

@@ -2,27 +2,14 @@
 
 from collections import Counter
 
-import grain
 import numpy as np
 import pytest
-from batch_rows import check, pairs, segments
+from batch_rows import check, packed, pairs, segments
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from data.documents import IGNORE, chat_example, text_example
-from data.packing import batch_of, pack, padding
-
-
-def packed(examples, seq_len, method, bins=4, batch=2):
-    source = grain.MapDataset.source([{"example": e} for e in examples]).to_iter_dataset()
-    rows = list(pack(source, seq_len, method, bins, seed=0))
-    like = {k: np.zeros_like(v) for k, v in rows[0].items()}
-    rows += [like] * (-len(rows) % batch)
-    stacks = [
-        {k: np.stack([r[k] for r in rows[i : i + batch]]) for k in like}
-        for i in range(0, len(rows), batch)
-    ]
-    return [batch_of(s) for s in stacks]
+from data.packing import padding
 
 
 def numbered(lengths):

@@ -87,7 +87,7 @@ def test_array_record(tmp_path):
     assert source.where(4) == f"{tmp_path / 'b.array_record'}, record 1"
     data = (tmp_path / "a.array_record").read_bytes()
     (tmp_path / "a.array_record").write_bytes(data[: len(data) // 2])
-    with pytest.raises(UserError, match=r"a\.array_record: is not a complete ArrayRecord file"):
+    with pytest.raises(UserError, match=r"source 'src': .*a\.array_record: is not a complete"):
         opened(kind="array_record", path=str(tmp_path))
 
 
@@ -205,6 +205,8 @@ def test_text_hashes_of_large_sources_are_kept(tmp_path, monkeypatch):
         (b'{"text": "\xff"}', "undecodable", "byte 10: not UTF-8 text"),
         (b'{"text": ', "malformed", "not valid JSON"),
         (b"[1, 2]", "malformed", "must be an object, not an array"),
+        (b"[" * 100_000 + b"]" * 100_000, "malformed", "JSON nested too deeply"),
+        (b'{"n": ' + b"9" * 5000 + b"}", "malformed", "JSON with a number too long to read"),
     ],
 )
 def test_bad_lines_name_their_place(tmp_path, line, reason, detail):
@@ -222,7 +224,7 @@ def test_cut_off_archives_are_refused(tmp_path, ending):
     data = pack("".join(f'{{"text": "{i * 7919}"}}\n' for i in range(5000)).encode())
     path = tmp_path / f"x.jsonl{ending}"
     path.write_bytes(data[: len(data) // 2])
-    with pytest.raises(UserError, match="cannot be unpacked"):
+    with pytest.raises(UserError, match=r"source 'src': .*: cannot be unpacked"):
         opened(kind="jsonl", path=str(path), cache_dir=str(tmp_path / "cache"))
     assert not list((tmp_path / "cache").rglob("*.jsonl"))
 

@@ -112,6 +112,21 @@ def test_damaged_folders_are_refused(written, tokenizer, tmp_path):
         take(tokenised, tokenizer, 1)
 
 
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ('{"format": 1, "dtype":', "manifest.json cannot be read"),
+        ("[]", "manifest.json must hold a JSON object"),
+        ("{}", "has format None; this version reads 1"),
+        ('{"format": 1, "shards": []}', "lacks tokenizer_sha256, dtype, masked"),
+    ],
+)
+def test_bad_manifests_are_refused(tmp_path, tokenizer, text, found):
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(UserError, match=f"source 'text': {tmp_path}: .*{found}"):
+        take(config(kind="tokenized", path=str(tmp_path)), tokenizer, 1)
+
+
 def test_another_tokenizer_is_refused(written, tmp_path):
     folder, _ = written
     other = train_tokenizer(["other words and more"] * 3, 275, tmp_path / "other")

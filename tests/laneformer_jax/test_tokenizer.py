@@ -284,6 +284,18 @@ def test_pickle_and_save_keep_the_tokenizer(loaded, kind, tmp_path):
         )
 
 
+def test_the_same_ids_are_told_whatever_the_file(loaded, corpus, tmp_path):
+    ours = loaded["ours"]
+    (tmp_path / "a.model").write_bytes(ours._backend.data + b"\x9a\x06\x00")  # an unknown field
+    copy = Tokenizer.load(tmp_path / "a.model")
+    assert copy.sha256 != ours.sha256
+    assert ours.same_ids(copy)
+    assert not ours.same_ids(loaded["dummy_prefix"])
+    other = train_tokenizer([t.swapcase() for t in corpus], 700, tmp_path / "other")
+    assert other.vocab_size == ours.vocab_size
+    assert not ours.same_ids(other)
+
+
 def test_training_is_repeatable(corpus, tmp_path, loaded):
     again = train_tokenizer(iter(corpus), 700, tmp_path / "again.model")
     assert again.sha256 == loaded["ours"].sha256
