@@ -17,11 +17,11 @@ from decode import loop, speculate
 from decode.loop import FULL, RUNNING, STOPPED, Inputs, Out, Plan, State
 from decode.request import Burst, Finish, Request, Sampling, check_choice, check_int
 from decode.sampling import Filters, Knobs, Seen
-from decode.step import STEPS
 from decode.weights import Precision, lay_out
 from laneformer_jax import costs
 from laneformer_jax.cache import RingCache
 from laneformer_jax.errors import UserError
+from laneformer_jax.kernels.choose import choose
 from laneformer_jax.model import Laneformer
 from laneformer_jax.sharding import named
 
@@ -42,7 +42,8 @@ class Engine:
         burst: tokens per round trip to the device. Changes when tokens are seen, never which.
         prefill_chunk: prompt tokens per prefill step.
         weights: `native` keeps the model's dtype, `int8` rounds each output channel to 8 bits.
-        kernels: implementation of the decode step, a key of `decode.step.STEPS`.
+        kernels: implementation of the decode step: `xla` is plain JAX, `fused` the GPU kernels, `auto` those
+            where device and model allow it; `interpret` runs them on a CPU, to test them.
 
     Raises:
         UserError: a value of another type or out of range.
@@ -64,7 +65,10 @@ class Engine:
         check_int("burst", burst, 1)
         check_int("prefill_chunk", prefill_chunk, 1)
         check_choice("weights", weights, WEIGHTS)
-        check_choice("kernels", kernels, tuple(STEPS))
+        device = jax.devices()[0] if model.mesh is None else model.mesh.devices.flat[0]
+        kernels = choose(kernels, model.config, device, weights)
+        if kernels == "interpret" and model.mesh is not None:
+            raise UserError("kernels: 'interpret' runs on one device, not over a mesh")
         self.config = model.config
         self.context = context or limit
         self.burst = burst

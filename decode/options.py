@@ -29,6 +29,13 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
         help="int8 rounds each output channel to 8 bits (default native)",
     )
     parser.add_argument(
+        "--kernels",
+        choices=("auto", "xla", "fused", "interpret"),
+        default="xla",
+        help="of the decode step: plain JAX (default), fused GPU kernels, the best there is, or the GPU "
+        "kernels interpreted on a CPU",
+    )
+    parser.add_argument(
         "--lanes",
         type=int,
         metavar="N",
@@ -126,7 +133,13 @@ def load(args: argparse.Namespace) -> tuple[Loaded, Engine]:
 
     mesh = make_mesh(lane=args.lanes) if args.lanes is not None and args.lanes != 1 else None
     loaded = load_checkpoint(args.checkpoint, dtype=args.dtype, mesh=mesh)
-    engine = Engine(loaded.model, context=args.context, burst=args.burst, weights=args.weights)
+    engine = Engine(
+        loaded.model,
+        context=args.context,
+        burst=args.burst,
+        weights=args.weights,
+        kernels=args.kernels,
+    )
     return loaded, engine
 
 

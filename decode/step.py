@@ -6,6 +6,7 @@ Shapes: L lanes of this device, B batch, S tokens at once, D hidden, K kv heads 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -56,4 +57,25 @@ def xla_step(
     return x_LBSD, RingCache(tuple(keys), tuple(values), cache.length_B + seq)
 
 
-STEPS: dict[str, Step] = {"xla": xla_step}
+def _kernel_step(
+    interpret: bool,
+    model: Laneformer,
+    lanes: Lanes,
+    ids_BS: jax.Array,
+    cache: RingCache,
+) -> tuple[jax.Array, RingCache]:
+    """One token of one row by the fused kernels; everything else in plain JAX."""
+    from laneformer_jax.kernels import choose, step, tuning
+    from laneformer_jax.kernels.backend import Backend
+
+    table = tuning.TABLES[choose.table(jax.devices()[0]) or "sm_90"]
+    fused = step.over_cache(Backend(interpret), table, xla_step)
+    return fused(model, lanes, ids_BS, cache)
+
+
+# By the name that `kernels.choose.choose` gives.
+STEPS: dict[str, Step] = {
+    "xla": xla_step,
+    "fused": partial(_kernel_step, False),
+    "interpret": partial(_kernel_step, True),
+}
