@@ -32,7 +32,9 @@ def xla_step(
     seq = ids_BS.shape[1]
     position_BS = cache.length_B[:, None] + jnp.arange(seq, dtype=jnp.int32)
     cos_BSh, sin_BSh = rope.angles(position_BS, cfg)
-    kinds = {(cfg.window(i), k.shape[1]) for i, k in enumerate(cache.keys)}
+    # In order, not a set, whose order differs between processes: then so does the compiled program's
+    # name in the cache on disk.
+    kinds = dict.fromkeys((cfg.window(i), k.shape[1]) for i, k in enumerate(cache.keys))
     masks = {kind: ring.visible(position_BS, kind[1], kind[0]) for kind in kinds}
 
     x_BSD = lanes.enter(model.tok_embeddings(ids_BS))
