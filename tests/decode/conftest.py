@@ -30,7 +30,7 @@ def loaded(tmp_path_factory):
             num_hidden_layers=2,
             num_attention_heads=8,
             num_key_value_heads=8,
-            max_position_embeddings=128,
+            max_position_embeddings=64,
             sliding_window=16,
             swa_layers=(0,),
             initializer_range=0.5,

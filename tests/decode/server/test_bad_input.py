@@ -41,10 +41,10 @@ BODIES = [
     (dict(prompt=["a"] * 65), "prompt: 65 prompts; at most 64", "prompt"),
     (dict(prompt=["a"] * 9, n=8), "n: 72 answers; at most 64", "n"),
     (dict(prompt="\ud800"), "lone surrogate U+D800", "prompt"),
-    (dict(prompt=LONG), "exceeds the context of 128", "max_tokens"),
+    (dict(prompt=LONG), "exceeds the context of 64", "max_tokens"),
     (dict(max_tokens=0), "max_tokens: 0 must be at least 1", "max_tokens"),
     (dict(max_tokens=-5), "max_tokens: -5 must be at least 1", "max_tokens"),
-    (dict(max_tokens=1000), "max_tokens 1000 exceeds the context of 128", "max_tokens"),
+    (dict(max_tokens=1000), "max_tokens 1000 exceeds the context of 64", "max_tokens"),
     (dict(max_tokens=10**30), "max_tokens", "max_tokens"),
     (dict(max_tokens=2.5), "max_tokens: 2.5 must be a valid integer", "max_tokens"),
     (dict(max_tokens="4"), 'max_tokens: "4" must be a valid integer', "max_tokens"),
@@ -146,7 +146,7 @@ CHATS = [
     ),
     (
         dict(messages=[{**USER, "content": LONG}], max_tokens=...),
-        "leave no room in the context of 128",
+        "leave no room in the context of 64",
         "messages",
     ),
 ]

@@ -65,12 +65,12 @@ def set_most(page, tokens):
 
 def test_a_chat(page, server, expected):
     ready(page, server)
-    set_most(page, 20)
+    set_most(page, 10)
     page.fill("#prompt", "Hi 😀")
     page.press("#prompt", "Enter")
     over(page)
     first = {"role": "user", "content": "Hi 😀"}
-    answer = expected([first], 20)
+    answer = expected([first], 10)
     assert page.locator(".turn.assistant").evaluate("node => node.textContent") == answer
     # The conversation goes on with what was said.
     page.fill("#prompt", "More")
@@ -79,7 +79,7 @@ def test_a_chat(page, server, expected):
     over(page)
     said = [first, {"role": "assistant", "content": answer}, {"role": "user", "content": "More"}]
     second = page.locator(".turn.assistant").nth(1).evaluate("node => node.textContent")
-    assert second == expected(said, 20)
+    assert second == expected(said, 10)
     page.click("#fresh")
     expect(page.locator(".turn")).to_have_count(0)
     expect(page.locator("#hello")).to_be_visible()
@@ -109,7 +109,7 @@ def test_stop_ends_it_here_and_on_the_server(page, slow, expected):
     ready(page, slow)
     before = slow.metric("requests_total", outcome="cancelled")
     page.click("#completion")
-    set_most(page, 110)
+    set_most(page, 56)
     page.fill("#prompt", "def f(")
     page.click("#go")
     expect(page.locator(".made")).not_to_be_empty(timeout=WAIT)
@@ -118,7 +118,7 @@ def test_stop_ends_it_here_and_on_the_server(page, slow, expected):
     over(page)
     slow.wait(slow.idle)
     assert slow.metric("requests_total", outcome="cancelled") == before + 1
-    whole, part = expected("def f(", 110), page.locator(".made").evaluate("n => n.textContent")
+    whole, part = expected("def f(", 56), page.locator(".made").evaluate("n => n.textContent")
     assert whole.startswith(part)
     assert len(part) < len(whole)
 
@@ -141,7 +141,7 @@ def test_errors_are_told(page, server):
     set_most(page, 1000)
     page.fill("#prompt", "Hi")
     page.press("#prompt", "Enter")
-    expect(page.locator(".after.bad")).to_contain_text("max_tokens 1000 exceeds the context of 128")
+    expect(page.locator(".after.bad")).to_contain_text("max_tokens 1000 exceeds the context of 64")
     expect(page.locator("#go")).to_have_attribute("aria-label", "Send")
 
 
@@ -162,8 +162,8 @@ def test_a_phone_shows_all_of_it(browser, server, scheme):
     page = context.new_page()
     ready(page, server)
     page.click("#completion")
-    set_most(page, 30)
-    page.fill("#prompt", "x" * 400 + "\n" * 30)
+    set_most(page, 10)
+    page.fill("#prompt", "x" * 30 + "\n" * 12)
     page.press("#prompt", "Control+Enter")
     over(page)
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")

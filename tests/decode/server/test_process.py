@@ -42,7 +42,7 @@ def test_sigterm_while_streaming_says_so_and_ends(checkpoint, tmp_path):
         with httpx.Client(base_url=ready[1], timeout=60) as client:
             body = {
                 "prompt": ["def f("] * 64,
-                "max_tokens": 120,
+                "max_tokens": 56,
                 "stream": True,
                 "ignore_eos": True,
             }
