@@ -16,7 +16,7 @@ from laneformer_jax.attention_chunked import OUTPUT, chunked_attend
 
 Path = Literal["plain", "chunked", "cudnn"]
 
-PLAIN_UP_TO = 1023  # tokens; a whole row of scores is faster while it is short
+PLAIN_UP_TO = 255  # tokens; a whole row of scores is faster while it is short
 MOST_MASK_BYTES = 2**30  # of a mask that is shared by all lanes, heads and layers of a kind
 
 
@@ -45,10 +45,10 @@ def choose(
         device: "cuda", "rocm", "cpu", … as `device_kind` tells it.
     """
     half = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
-    if device == "cuda" and half and head_size % 8 == 0 and head_size <= 128 and seq % 2 == 0:
-        # cuDNN takes documents as a mask in the inputs' dtype only.
-        if whole or 2 * batch * seq * seq <= MOST_MASK_BYTES:
-            return "cudnn"
+    able = device == "cuda" and half and head_size % 8 == 0 and head_size <= 128 and seq % 2 == 0
+    # cuDNN takes documents as a mask in the inputs' dtype only.
+    if able and (whole or 2 * batch * seq * seq <= MOST_MASK_BYTES):
+        return "cudnn"
     return "plain" if seq <= PLAIN_UP_TO else "chunked"
 
 

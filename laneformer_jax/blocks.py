@@ -4,18 +4,18 @@ Shapes: L lanes of this device, B batch, S sequence, T keys, D hidden, I and O a
 F feed-forward neurons of a lane, H query heads of a lane, K kv heads of a lane, d head size.
 """
 
+import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from laneformer_jax import cache as kv_cache
 from laneformer_jax import rope
-from laneformer_jax.attention import attend
 from laneformer_jax.attention_paths import Path, Sight, self_attend
 from laneformer_jax.config import LaneformerConfig
-from laneformer_jax.norms import LaneRMSNorm, RMSNorm
+from laneformer_jax.norms import LaneRMSNorm, Normed, RMSNorm
 from laneformer_jax.precision import rounded
 
 
@@ -31,7 +31,68 @@ class LaneLinear(nnx.Module):
 
     def __call__(self, x_LBSI: jax.Array) -> jax.Array:
         """[L,B,S,I] -> [L,B,S,O]."""
-        return jnp.einsum("lbsi,loi->lbso", x_LBSI, self.weight[...])
+        return _times(x_LBSI, self.weight[...])
+
+
+def _times(x_LBSI: jax.Array, weight_LOI: jax.Array) -> jax.Array:
+    """Each lane's product; streams that all lanes share may stand there once, [1,B,S,I]."""
+    if x_LBSI.shape[0] < weight_LOI.shape[0]:
+        return jnp.einsum("bsi,loi->lbso", x_LBSI[0], weight_LOI)
+    # In a shard_map rows differ between devices and weights may not: the same type for both.
+    missing = _differs_over(x_LBSI) - _differs_over(weight_LOI)
+    if missing:
+        weight_LOI = jax.lax.pcast(weight_LOI, tuple(missing), to="varying")
+    return _lane_product(x_LBSI, weight_LOI)
+
+
+def _differs_over(x: jax.Array) -> frozenset[str]:
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
+
+
+@jax.custom_vjp
+def _lane_product(x_LBSI: jax.Array, weight_LOI: jax.Array) -> jax.Array:
+    return jnp.einsum("lbsi,loi->lbso", x_LBSI, weight_LOI)
+
+
+def _lane_product_forward(x_LBSI: jax.Array, weight_LOI: jax.Array) -> Any:
+    return _lane_product(x_LBSI, weight_LOI), (x_LBSI, weight_LOI)
+
+
+def _lane_product_backward(saved: Any, d_out_LBSO: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The gradient of the weight has a factor transposed in memory: here the smaller one."""
+    x_LBSI, weight_LOI = saved
+    d_x_LBSI = jnp.einsum("lbso,loi->lbsi", d_out_LBSO, weight_LOI)
+    if x_LBSI.shape[-1] >= d_out_LBSO.shape[-1]:
+        return d_x_LBSI, jnp.einsum("lbso,lbsi->loi", d_out_LBSO, x_LBSI)
+    # The barrier keeps XLA from turning this into the product above.
+    d_weight_LIO = jnp.einsum("lbsi,lbso->lio", x_LBSI, d_out_LBSO)
+    return d_x_LBSI, jax.lax.optimization_barrier(d_weight_LIO).swapaxes(1, 2)
+
+
+_lane_product.defvjp(_lane_product_forward, _lane_product_backward)
+
+
+# From so many tokens on, joining weights that read the same input costs less than reading it again.
+_JOIN_FROM = 64
+
+
+def apply_all(x: jax.Array | Normed, linears: Sequence[LaneLinear]) -> list[jax.Array]:
+    """What each of `linears` makes of the same input [L,B,S,I], or [1,B,S,I] that all lanes share."""
+    if not isinstance(x, Normed) and not all(isinstance(one, LaneLinear) for one in linears):
+        return [one(x) for one in linears]  # of another precision
+    streams = x.x_LBSD if isinstance(x, Normed) else x
+    weights = [linear.weight[...] for linear in linears]
+    cuts: list[int] = []
+    if streams.shape[1] * streams.shape[2] >= _JOIN_FROM:
+        cuts = list(itertools.accumulate(w.shape[1] for w in weights))[:-1]
+        weights = [jnp.concatenate(weights, axis=1)]
+    outs = []
+    for weight in weights:
+        if isinstance(x, Normed):
+            outs.append(_times(x.x_LBSD, weight * x.scale_LD[:, None]) * x.factor_LBS1)
+        else:
+            outs.append(_times(x, weight))
+    return jnp.split(outs[0], cuts, axis=-1) if cuts else outs
 
 
 class Context(NamedTuple):
@@ -40,7 +101,7 @@ class Context(NamedTuple):
     cos_BSh: jax.Array
     sin_BSh: jax.Array
     mask_BST: jax.Array | None  # of this layer's kind: full or sliding; None: `sight` is enough
-    sight: Sight | None = None  # without a cache
+    sight: Sight
 
 
 class Kind(NamedTuple):
@@ -48,6 +109,9 @@ class Kind(NamedTuple):
 
     path: Path = "plain"
     window: int | None = None
+
+
+_PLAIN = Kind()
 
 
 class Attention(nnx.Module):
@@ -72,10 +136,9 @@ class Attention(nnx.Module):
         self, x_LBSD: jax.Array, cos_BSh: jax.Array, sin_BSh: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries [L,B,S,H,d], keys and values [L,B,S,K,d]; queries and keys rotated."""
-        heads = (*x_LBSD.shape[:3], -1, self.head_size)
-        q_LBSHd = self.wq(x_LBSD).reshape(heads)
-        k_LBSKd = self.wk(x_LBSD).reshape(heads)
-        v_LBSKd = self.wv(x_LBSD).reshape(heads)
+        q, k, v = apply_all(x_LBSD, (self.wq, self.wk, self.wv))
+        heads = (*q.shape[:3], -1, self.head_size)
+        q_LBSHd, k_LBSKd, v_LBSKd = q.reshape(heads), k.reshape(heads), v.reshape(heads)
         if self.qk_norm:
             q_LBSHd, k_LBSKd = self.q_norm(q_LBSHd), self.k_norm(k_LBSKd)
         return (
@@ -84,34 +147,16 @@ class Attention(nnx.Module):
             v_LBSKd,
         )
 
-    def __call__(
-        self,
-        x_LBSD: jax.Array,
-        context: Context,
-        past: tuple[jax.Array, jax.Array, jax.Array] | None = None,
-        kind: Kind = Kind(),
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
-        """Raw lane outputs [L,B,S,D], and the updated keys and values where `past` was given.
-
-        past: a layer's cached keys and values [L,B,T,K,d] and the slot at which these tokens begin.
-        """
-        heads = (*x_LBSD.shape[:3], -1, self.head_size)
-        q_LBSHd, k_LBTKd, v_LBTKd = self.projections(x_LBSD, context.cos_BSh, context.sin_BSh)
-        updated = None
-        if past is not None:
-            keys, values, at = past
-            k_LBTKd = kv_cache.write(keys, k_LBTKd, at)
-            v_LBTKd = kv_cache.write(values, v_LBTKd, at)
-            updated = (k_LBTKd, v_LBTKd)
-        q_LBSKGd = q_LBSHd.reshape(*heads[:3], k_LBTKd.shape[3], -1, self.head_size)
-        mask_BST, sight = context.mask_BST, context.sight
-        if past is None and sight is not None:
-            path, window = kind
-            out_LBSKGd = self_attend(path, q_LBSKGd, k_LBTKd, v_LBTKd, sight, window, mask_BST)
-        else:
-            assert mask_BST is not None
-            out_LBSKGd = attend(q_LBSKGd, k_LBTKd, v_LBTKd, mask_BST)
-        return self.wo(out_LBSKGd.reshape(*heads[:3], -1)), updated
+    def __call__(self, x_LBSD: jax.Array, context: Context, kind: Kind) -> jax.Array:
+        """Raw lane outputs [L,B,S,D]."""
+        q_LBSHd, k_LBSKd, v_LBSKd = self.projections(x_LBSD, context.cos_BSh, context.sin_BSh)
+        shape = q_LBSHd.shape[:3]  # all lanes, also where x is one for all
+        q_LBSKGd = q_LBSHd.reshape(*shape, k_LBSKd.shape[3], -1, self.head_size)
+        path, window = kind
+        out_LBSKGd = self_attend(
+            path, q_LBSKGd, k_LBSKd, v_LBSKd, context.sight, window, context.mask_BST
+        )
+        return self.wo(out_LBSKGd.reshape(*shape, -1))
 
 
 class MLP(nnx.Module):
@@ -124,10 +169,11 @@ class MLP(nnx.Module):
         self.w3 = LaneLinear(lanes, ffn // lanes, hidden, fan_in=hidden, **kw)
         self.w2 = LaneLinear(lanes, hidden, ffn // lanes, fan_in=ffn, **kw)
 
-    def __call__(self, x_LBSD: jax.Array) -> jax.Array:
+    def __call__(self, x_LBSD: jax.Array | Normed) -> jax.Array:
         """Raw lane outputs [L,B,S,D]. The gate's silu is float32, rounded before the product."""
-        gate_LBSF = rounded(jax.nn.silu(self.w1(x_LBSD).astype(jnp.float32)), x_LBSD.dtype)
-        return self.w2(gate_LBSF * self.w3(x_LBSD))
+        gate_LBSF, up_LBSF = apply_all(x_LBSD, (self.w1, self.w3))
+        gate_LBSF = rounded(jax.nn.silu(gate_LBSF.astype(jnp.float32)), up_LBSF.dtype)
+        return self.w2(gate_LBSF * up_LBSF)
 
 
 def make_norm(config: LaneformerConfig, dtype: jnp.dtype) -> RMSNorm | LaneRMSNorm:
@@ -135,6 +181,12 @@ def make_norm(config: LaneformerConfig, dtype: jnp.dtype) -> RMSNorm | LaneRMSNo
     if config.replicated_rmsn_scale:
         return RMSNorm(config.hidden_size, config.norm_eps, dtype)
     return LaneRMSNorm(config.num_lanes, config.hidden_size, config.norm_eps, dtype)
+
+
+def normed(norm: RMSNorm | LaneRMSNorm, x_LBSD: jax.Array) -> jax.Array | Normed:
+    """The norm in front of a module. In float32 its linears carry it out; other dtypes are rounded
+    between norm and linear, where the reference rounds."""
+    return norm.pending(x_LBSD) if x_LBSD.dtype == jnp.float32 else norm(x_LBSD)
 
 
 class DecoderLayer(nnx.Module):

@@ -1,4 +1,5 @@
-"""The model: embedding, lanes, head; the same code for training, prefill and one-token decode.
+"""The model: embedding, lanes, head. Training and full forward passes run here; decoding against a cache
+(`decode.step`) uses the same modules and the same exchange.
 
 Shapes: L lanes of this device, B batch, S sequence, T keys, D hidden, V vocabulary, N layers.
 """
@@ -15,10 +16,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from laneformer_jax import rope
-from laneformer_jax.attention import visibility
 from laneformer_jax.attention_paths import Sight, choose, device_kind
-from laneformer_jax.blocks import Context, DecoderLayer, Kind, make_norm
-from laneformer_jax.cache import KVCache
+from laneformer_jax.blocks import Context, DecoderLayer, Kind, make_norm, normed
 from laneformer_jax.config import ATTENTION, MLP, LaneformerConfig
 from laneformer_jax.exchange import LaneExchange, Lanes, drift, drift_sample
 from laneformer_jax.heads import make_head
@@ -57,7 +56,6 @@ class Output(NamedTuple):
     """What one pass over the layers leaves behind."""
 
     x_LBSD: jax.Array  # residual streams after the last layer
-    cache: KVCache | None
     hidden_NBSLD: jax.Array | None  # streams after every layer
     drift_N: jax.Array | None = None  # of the lanes, after every layer
 
@@ -104,7 +102,6 @@ class Laneformer(nnx.Module):
         attention_mask_BS: jax.Array | None = None,
         positions_BS: jax.Array | None = None,
         segment_ids_BS: jax.Array | None = None,
-        cache: KVCache | None = None,
         remat: Remat = "none",
         fetch: Fetch | None = None,
         return_hidden: bool = False,
@@ -123,61 +120,42 @@ class Laneformer(nnx.Module):
         """
         cfg = self.config
         batch, seq = input_ids_BS.shape
-        start = jnp.zeros((), jnp.int32) if cache is None else cache.length
-        query_index_S = start + jnp.arange(seq, dtype=jnp.int32)
         if positions_BS is None:
-            positions_BS = jnp.broadcast_to(query_index_S, (batch, seq))
+            positions_BS = jnp.broadcast_to(jnp.arange(seq, dtype=jnp.int32), (batch, seq))
 
-        key_valid_BT = None if attention_mask_BS is None else attention_mask_BS.astype(bool)
+        key_valid_BS = None if attention_mask_BS is None else attention_mask_BS.astype(bool)
+        sight = Sight(key_valid_BS, segment_ids_BS)
+        whole = key_valid_BS is None and segment_ids_BS is None
         dtype = self.tok_embeddings.weight.dtype
+        path = choose(batch, seq, cfg.head_size, dtype, whole, device_kind())
+        masked = path == "plain" or (path == "cudnn" and not whole)
         windows = {cfg.window(i) for i in range(cfg.num_hidden_layers)}
-        masks: dict[int | None, jax.Array | None]
-        if cache is None:
-            sight = Sight(key_valid_BT, segment_ids_BS)
-            whole = key_valid_BT is None and segment_ids_BS is None
-            path = choose(batch, seq, cfg.head_size, dtype, whole, device_kind())
-            masked = path == "plain" or (path == "cudnn" and not whole)
-            masks = {w: sight.mask(seq, w) if masked else None for w in windows}
-        else:
-            sight, path = None, "plain"
-            fresh_BS = jnp.ones((batch, seq), bool) if key_valid_BT is None else key_valid_BT
-            key_valid_BT = jax.lax.dynamic_update_slice(cache.valid_BT, fresh_BS, (0, start))
-            key_index_T = jnp.arange(key_valid_BT.shape[1], dtype=jnp.int32)
-            sides = dict(query_segment_BS=segment_ids_BS, key_segment_BT=segment_ids_BS)
-            masks = {
-                w: visibility(query_index_S, key_index_T, w, key_valid_BT, **sides) for w in windows
-            }
+        masks = {w: sight.mask(seq, w) if masked else None for w in windows}
         cos_BSh, sin_BSh = rope.angles(positions_BS, cfg)
 
         x_BSD = lanes.enter(self.tok_embeddings(input_ids_BS))
         local_lanes = self.layers[0].attention.wq.weight.shape[0]
-        x_LBSD = jnp.broadcast_to(x_BSD, (local_lanes, *x_BSD.shape))
+        every = (local_lanes, *x_BSD.shape)
+        # Lanes that are still equal stand there once, [1,B,S,D], up to the first that adds its own.
+        x_LBSD = x_BSD[None]
         exchange = LaneExchange(cfg, lanes)
-        keys, values, hidden, samples = [], [], [], []
+        hidden, samples = [], []
         for i, layer in enumerate(self.layers):
             window = cfg.window(i)
             context = Context(cos_BSh, sin_BSh, masks[window], sight)
-            past = None if cache is None else (cache.keys[i], cache.values[i], start)
             fetch_i = None if fetch is None else partial(_fetch_under, fetch, f"layers.{i}.")
             run_attention = partial(_attention_module, Kind(path, window))
             attention = dict(attention_norm=layer.attention_norm, attention=layer.attention)
-            y_LBSD, updated = _run(run_attention, attention, fetch_i, remat, x_LBSD, context, past)
+            y_LBSD = _run(run_attention, attention, fetch_i, remat, x_LBSD, context)
             x_LBSD = exchange.add(i, ATTENTION, x_LBSD, y_LBSD)
             mlp = dict(ffn_norm=layer.ffn_norm, feed_forward=layer.feed_forward)
             x_LBSD = exchange.add(i, MLP, x_LBSD, _run(_mlp_module, mlp, fetch_i, remat, x_LBSD))
-            if updated is not None:
-                keys.append(updated[0])
-                values.append(updated[1])
             if return_hidden:
-                hidden.append(jnp.moveaxis(x_LBSD, 0, 2))
+                hidden.append(jnp.moveaxis(jnp.broadcast_to(x_LBSD, every), 0, 2))
             if return_drift:
-                samples.append(drift_sample(x_LBSD))
-        if cache is not None:
-            assert key_valid_BT is not None
-            cache = KVCache(tuple(keys), tuple(values), key_valid_BT, start + seq)
+                samples.append(drift_sample(jnp.broadcast_to(x_LBSD, every)))
         return Output(
-            x_LBSD,
-            cache,
+            jnp.broadcast_to(x_LBSD, every),
             jnp.stack(hidden) if return_hidden else None,
             drift(jnp.stack(samples), lanes) if return_drift else None,
         )
@@ -286,13 +264,13 @@ def _fetch_under(fetch: Fetch, prefix: str, path: str, weight: jax.Array) -> jax
 
 
 def _attention_module(
-    kind: Kind, modules: dict[str, Any], x_LBSD: jax.Array, context: Context, past: Any
-) -> tuple[jax.Array, Any]:
-    return modules["attention"](modules["attention_norm"](x_LBSD), context, past, kind)
+    kind: Kind, modules: dict[str, Any], x_LBSD: jax.Array, context: Context
+) -> jax.Array:
+    return modules["attention"](normed(modules["attention_norm"], x_LBSD), context, kind)
 
 
 def _mlp_module(modules: dict[str, Any], x_LBSD: jax.Array) -> jax.Array:
-    return modules["feed_forward"](modules["ffn_norm"](x_LBSD))
+    return modules["feed_forward"](normed(modules["ffn_norm"], x_LBSD))
 
 
 def parameter_paths(params: nnx.State) -> dict[str, nnx.Param]:

@@ -1,7 +1,7 @@
 """Speed of a training step on this machine: 8 lanes, 1 lane, and a dense PyTorch model of the same size.
 
-The three take turns within one run, so that a slow minute slows all of them. The peer (`train.bench_peer`) is a
-process of its own, with --peer-python under another interpreter.
+The three take turns within one run, so that a slow minute slows all of them. The peer is a process of
+its own (`train.bench_peer`), with --peer-python under another interpreter.
 """
 
 from __future__ import annotations

@@ -104,9 +104,13 @@ def _muon(config: OptimizerConfig) -> optax.GradientTransformation:
         each_lane = optax.contrib.MuonDimensionNumbers(reduction_axis=2, output_axis=1)
         return jax.tree.map(lambda _: each_lane, updates)
 
+    def sized(updates: Any, params: Any) -> Any:
+        del params
+        return jax.tree.map(lambda u: u * (_MUON_RMS * max(u.shape[1:]) ** 0.5), updates)
+
     return optax.chain(
         optax.contrib.scale_by_muon(beta=config.muon_momentum, weight_dimension_numbers=matrices),
-        optax.contrib.scale_by_shape(matrices, consistent_rms=_MUON_RMS),
+        optax.stateless(sized),
     )
 
 

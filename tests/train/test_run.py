@@ -17,6 +17,7 @@ from laneformer_jax.checkpoint.training import TrainingCheckpoints
 from laneformer_jax.checkpoint.workplace import claim
 from laneformer_jax.errors import UserError
 from laneformer_jax.model import Laneformer
+from laneformer_jax.tokenizer import train_tokenizer
 from train import RunConfig, loop
 from train.loop import train
 from train.metrics import read_jsonl
@@ -160,6 +161,16 @@ def test_a_phase_starts_from_parameters_only(kind, finished, corpus, tmp_path):
     assert_fresh_start(setup, params, ready(config_of(corpus), tmp_path / "alone"))
 
 
+def test_another_tokenizer_than_the_models_is_refused(finished, corpus, tmp_path):
+    """Of the same size, so that no id is out of range."""
+    train_tokenizer(["other words alpha beta gamma " * 9] * 9, 280, tmp_path / "tokenizer.model")
+    override = f"init_from={finished}", "model=null"
+    config = config_of(corpus, f"tokenizer={tmp_path / 'tokenizer.model'}", *override)
+    with pytest.raises(UserError, match=r"is not the one that the model in .* learnt with"):
+        ready(config, tmp_path / "next")
+    ready(config_of(corpus, *override), tmp_path / "next")  # the same, by its path
+
+
 def test_a_folder_without_a_model_is_refused(corpus, tmp_path):
     (tmp_path / "empty").mkdir()
     config = config_of(corpus, "model=null", f"init_from={tmp_path / 'empty'}")
@@ -290,3 +301,24 @@ def test_two_processes_do_not_train_in_one_folder(corpus, tmp_path):
     ):
         train(config_of(corpus), tmp_path / "run")
     assert list(tmp_path.joinpath("run").iterdir()) == []
+
+
+def test_updates_that_cannot_be_made_end_the_run_with_the_batch(corpus, tmp_path):
+    """A learning rate that throws the parameters out of float32's range: no gradient is finite again."""
+    config = config_of(corpus, "optimizer.learning_rate=1e38", "optimizer.stop_after_skips=2")
+    config = settings.replace(config, ["schedule.warmup_steps=0", "eval.interval=null"])
+    with pytest.raises(UserError, match=r"2 updates in a row were skipped"):
+        train(config, tmp_path / "run")
+    (file,) = (tmp_path / "run").glob("skipped-*.npz")
+    step = int(file.stem.split("-")[1])
+    with np.load(file) as batch:
+        assert batch["tokens"].shape == (4, 16)
+        assert batch["loss_mask"].dtype == np.float32
+    records = [r for r in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "loss" in r]
+    assert records[-1]["step"] == step
+    assert records[-1]["skipped"] == 2
+    assert records[0].keys() >= {
+        "grad_norm/layer_001",
+        "grad_norm/embedding",
+        "lane_drift/layer_001",
+    }
