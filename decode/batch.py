@@ -9,9 +9,10 @@ from typing import Any, Literal, TypedDict, Unpack
 
 import numpy as np
 
-from decode.engine import BURST, PREFILL_CHUNK, Engine, room
+from decode.engine import BURST, Engine, room
 from decode.loop import STOPPED
 from decode.request import OVERFLOW, Sampling, check_choice, check_int
+from laneformer_jax.costs import PREFILL_CHUNK
 from laneformer_jax.errors import UserError
 from laneformer_jax.inputs import as_array
 from laneformer_jax.model import Laneformer

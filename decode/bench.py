@@ -247,6 +247,7 @@ def check(engine: Engine, model: Laneformer, args: argparse.Namespace, prompt: i
     Raises:
         UserError: they differ.
     """
+    import jax.numpy as jnp
     import numpy as np
 
     from decode.request import Request
@@ -256,8 +257,8 @@ def check(engine: Engine, model: Laneformer, args: argparse.Namespace, prompt: i
     ids = _tokens(model.config, prompt)
     new = [t for b in engine.stream(Request(ids, args.new)) for t in b.tokens[0].tolist()]
     reference = dequantised(model) if args.weights == "int8" else model
-    logits = reference(np.asarray([[*ids, *new]], np.int32))[0, prompt - 1 : -1]
-    logits = np.asarray(logits.astype("float32"))
+    whole = reference(jnp.asarray([[*ids, *new]], jnp.int32))
+    logits = np.asarray(whole.astype("float32"))[0, prompt - 1 : -1]
     largest = logits.max(axis=-1)
     short = largest - logits[np.arange(len(new)), new]
     allowed = 1e-4 if args.dtype == "float32" else 2**-6 * float(np.abs(logits).max())

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from decode import loop, speculate
 from decode.loop import FULL, RUNNING, STOPPED, Inputs, Out, Plan, State
@@ -20,12 +21,13 @@ from decode.sampling import Filters, Knobs, Seen
 from decode.weights import Precision, lay_out
 from laneformer_jax import costs
 from laneformer_jax.cache import RingCache
+from laneformer_jax.costs import PREFILL_CHUNK
 from laneformer_jax.errors import UserError
 from laneformer_jax.kernels.choose import choose
 from laneformer_jax.model import Laneformer
 from laneformer_jax.sharding import named
 
-BURST, PREFILL_CHUNK = 16, 512
+BURST = 16
 WEIGHTS = ("native", "int8")
 LEAST_POSITIONS = 64  # of a cache, and
 LEAST_CHUNK = 16  # of a prefill: smaller ones are filled up, so that few are compiled
@@ -75,6 +77,7 @@ class Engine:
         self._chunk, self._kernels = prefill_chunk, kernels
         self._dtype = model.tok_embeddings.weight.dtype
         self._layout, self._arrays = lay_out(model, weights)
+        self._one, self._whole = self._placed((jnp.int32(1), jnp.int32(burst)), (P(), P()))
 
     @property
     def weight_bytes(self) -> int:
@@ -162,30 +165,27 @@ class Engine:
         few = max(4, 1 << (len(stops) - 1).bit_length()) if stops else 4
         inputs = Inputs(
             Knobs.of(sampling, self._layout.rows),
-            lengths,
-            np.asarray([*stops, *[-1] * (few - len(stops))], np.int32),
-            np.int32(new),
+            jnp.asarray(lengths),
+            jnp.asarray([*stops, *[-1] * (few - len(stops))], jnp.int32),
+            jnp.int32(new),
         )
         # Once per request, or every burst would send them again.
-        inputs = self._placed(jax.tree.map(jnp.asarray, inputs), loop.input_specs(inputs))
+        inputs = self._placed(inputs, loop.input_specs(inputs))
         plan = Plan(Filters.of(sampling), self.burst, draft, logits, self._kernels)
         left = new
 
-        def launch(steps: int) -> Out | None:
+        def launch(steps: jax.Array, count: int) -> Out | None:
             nonlocal state, left
-            steps = min(steps, left)
-            if steps == 0:
+            if left <= 0:
                 return None
-            left -= steps
-            state, out = loop.burst(
-                self._layout, plan, self._arrays, state, inputs, np.int32(steps)
-            )
+            left -= count  # every step makes a token at least
+            state, out = loop.burst(self._layout, plan, self._arrays, state, inputs, steps)
             return out
 
-        waiting = launch(1)
+        waiting = launch(self._one, 1)
         while waiting is not None:
-            following = launch(self.burst)
-            out = jax.device_get(waiting)
+            following = launch(self._whole, self.burst)
+            out = loop.unpacked(jax.device_get(waiting))
             yield out
             if (out.status_B != RUNNING).all():
                 return
@@ -295,8 +295,8 @@ def _copied(cache: RingCache, heads: int, copies: int) -> RingCache:
         by_lane = ring_GRd.reshape(-1, 1, heads, *ring_GRd.shape[1:])
         return jnp.repeat(by_lane, copies, axis=1).reshape(-1, *ring_GRd.shape[1:])
 
-    rings = jax.tree.map(copied, (cache.keys, cache.values))
-    return RingCache(*rings, jnp.repeat(cache.length_B, copies))
+    keys, values = jax.tree.map(copied, (cache.keys, cache.values))
+    return RingCache(keys, values, jnp.repeat(cache.length_B, copies))
 
 
 def _free_bytes() -> int | None:
@@ -321,8 +321,8 @@ def _as_burst(out: Out, sampling: Sampling) -> Burst:
         return [row[:count] for row, count in zip(array, kept, strict=True)]
 
     finished = [_FINISH[int(status)] for status in out.status_B]
-    if sampling.logprobs is None:
-        lists = (None, None, None)
-    else:
-        lists = (rows(out.logprobs_Bt), rows(out.top_ids_Btm), rows(out.top_logprobs_Btm))
-    return Burst(rows(out.tokens_Bt), finished, *lists, int(out.proposed), int(out.accepted))
+    logprobs, ids, tops = None, None, None
+    if sampling.logprobs is not None:
+        logprobs, ids, tops = map(rows, (out.logprobs_Bt, out.top_ids_Btm, out.top_logprobs_Btm))
+    tokens = rows(out.tokens_Bt)
+    return Burst(tokens, finished, logprobs, ids, tops, int(out.proposed), int(out.accepted))

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from decode import sampling, speculate
@@ -43,9 +42,9 @@ class Inputs(NamedTuple):
     """What stays as it is through a request; on the device, but small."""
 
     knobs: Knobs
-    prompt_B: np.ndarray  # int32, length
-    stops: np.ndarray  # int32, filled up with -1
-    limit: np.ndarray  # int32, most new tokens of a row
+    prompt_B: jax.Array  # int32, length
+    stops: jax.Array  # int32, filled up with -1
+    limit: jax.Array  # int32, most new tokens of a row
 
 
 class State(NamedTuple):
@@ -73,22 +72,41 @@ class Out(NamedTuple):
     accepted: Any
 
 
-def state_specs(state: State) -> State:
+def packed(out: Out) -> Out:
+    """All counts beside the tokens in one array, since the host reads one sooner than five."""
+    counts = (
+        out.count_B,
+        out.status_B,
+        *jnp.broadcast_arrays(out.proposed, out.accepted, out.count_B)[:2],
+    )
+    return Out(None, None, jnp.column_stack([*counts, out.tokens_Bt]), *out[3:7], None, None)
+
+
+def unpacked(out: Out) -> Out:
+    """What `packed` packed, in NumPy."""
+    count_B, status_B, proposed_B, accepted_B = out.tokens_Bt[:, :4].T
+    tokens_Bt = out.tokens_Bt[:, 4:]
+    return Out(count_B, status_B, tokens_Bt, *out[3:7], proposed_B[0], accepted_B[0])
+
+
+def state_specs(state: State) -> Any:
     """How a state is spread over lane devices."""
     specs = jax.tree.map(lambda _: P(), state)
-    seen = None if state.seen is None else Seen(P(None, LANE), P(None, LANE))
+    by_vocabulary: Any = P(None, LANE)
+    seen = None if state.seen is None else Seen(by_vocabulary, by_vocabulary)
     return specs._replace(cache=cache_specs(state.cache), seen=seen)
 
 
-def input_specs(inputs: Inputs) -> Inputs:
-    specs = jax.tree.map(lambda _: P(), inputs)
+def input_specs(inputs: Inputs) -> Any:
+    specs: Any = jax.tree.map(lambda _: P(), inputs)
     bias = None if inputs.knobs.bias_v is None else P(LANE)
     return specs._replace(knobs=specs.knobs._replace(bias_v=bias))
 
 
-def cache_specs(cache: RingCache) -> RingCache:
-    by_lane = tuple(P(LANE) for _ in cache.keys)
-    return RingCache(by_lane, by_lane, P())
+def cache_specs(cache: RingCache) -> Any:
+    by_lane: Any = tuple(P(LANE) for _ in cache.keys)
+    everywhere: Any = P()
+    return RingCache(by_lane, by_lane, everywhere)
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=(3,))
@@ -108,9 +126,9 @@ def prefill(
 def burst(
     layout: Layout, plan: Plan, arrays: Arrays, state: State, inputs: Inputs, steps: jax.Array
 ) -> tuple[State, Out]:
-    """Up to `steps` steps, fewer when all rows are done before."""
+    """Up to `steps` steps, fewer when all rows are done before. What it hands out is `packed`."""
     specs = state_specs(state)
-    out_specs = jax.tree.map(lambda _: P(), _empty(plan, layout, len(inputs.prompt_B)))
+    out_specs = jax.tree.map(lambda _: P(), packed(_empty(plan, len(inputs.prompt_B))))
     if plan.logits:
         out_specs = out_specs._replace(logits_BtV=P(None, None, LANE))
     return _over_lanes(
@@ -127,7 +145,7 @@ def _over_lanes(layout: Layout, local: Any, in_specs: Any, out_specs: Any) -> An
     return jax.shard_map(local, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs)
 
 
-def _empty(plan: Plan, layout: Layout, batch: int) -> Out:
+def _empty(plan: Plan, batch: int) -> Out:
     m = plan.filters.logprobs
     shape = (batch, plan.room)
     logprobs, ids, tops = None, None, None
@@ -153,7 +171,7 @@ def _burst(
 ) -> tuple[State, Out]:
     model, lanes, shards = layout.model(arrays), layout.lanes, layout.shards
     step = STEPS[plan.kernels]
-    out = _empty(plan, layout, len(inputs.prompt_B))
+    out = _empty(plan, len(inputs.prompt_B))
     if plan.logits:
         shape = (*out.tokens_Bt.shape, shards.size)
         out = out._replace(logits_BtV=lanes.enter(jnp.zeros(shape, jnp.float32)))
@@ -201,7 +219,7 @@ def _burst(
         return (i < steps) & jnp.any(state.status_B == RUNNING)
 
     _, state, out = jax.lax.while_loop(going, body, (jnp.zeros((), jnp.int32), state, out))
-    return state, out._replace(status_B=state.status_B)
+    return state, packed(out._replace(status_B=state.status_B))
 
 
 def _draw(

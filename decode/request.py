@@ -152,7 +152,7 @@ class Burst(NamedTuple):
 
 
 def check_temperature(value: Any) -> None:
-    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+    if not _is_number(value):
         raise UserError(f"temperature: {value!r} must be a number")
     if value != 0 and not COLDEST <= value <= HOTTEST:
         raise UserError(
@@ -178,8 +178,12 @@ def _check_number(
     name: str, value: Any, least: float, most: float, *, least_open: bool = False
 ) -> None:
     allowed = f"{'above' if least_open else 'from'} {least} to {most}"
-    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+    if not _is_number(value):
         raise UserError(f"{name}: {value!r} must be a number {allowed}")
     below = value <= least if least_open else value < least
     if not math.isfinite(value) or below or value > most:
         raise UserError(f"{name}: {value} must be {allowed}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)

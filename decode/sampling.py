@@ -47,15 +47,15 @@ class Filters(NamedTuple):
 class Knobs(NamedTuple):
     """The numbers of a `Sampling` on the device; float32 scalars unless said."""
 
-    temperature: np.ndarray
-    top_k: np.ndarray  # int32
-    top_p: np.ndarray
-    min_p: np.ndarray
-    repetition: np.ndarray
-    presence: np.ndarray
-    frequency: np.ndarray
-    seed: np.ndarray  # uint32
-    bias_v: np.ndarray | None  # float32
+    temperature: jax.Array
+    top_k: jax.Array  # int32
+    top_p: jax.Array
+    min_p: jax.Array
+    repetition: jax.Array
+    presence: jax.Array
+    frequency: jax.Array
+    seed: jax.Array  # uint32
+    bias_v: jax.Array | None  # float32
 
     @classmethod
     def of(cls, sampling: Sampling, rows: int) -> "Knobs":
@@ -65,15 +65,15 @@ class Knobs(NamedTuple):
             bias = np.zeros(rows, np.float32)
             bias[list(sampling.logit_bias)] = list(sampling.logit_bias.values())
         return cls(
-            np.float32(sampling.temperature or 1),
-            np.int32(min(sampling.top_k or rows, rows)),
-            np.float32(sampling.top_p),
-            np.float32(sampling.min_p),
-            np.float32(sampling.repetition_penalty),
-            np.float32(sampling.presence_penalty),
-            np.float32(sampling.frequency_penalty),
-            np.uint32(sampling.seed),
-            bias,
+            jnp.float32(sampling.temperature or 1),
+            jnp.int32(min(sampling.top_k or rows, rows)),
+            jnp.float32(sampling.top_p),
+            jnp.float32(sampling.min_p),
+            jnp.float32(sampling.repetition_penalty),
+            jnp.float32(sampling.presence_penalty),
+            jnp.float32(sampling.frequency_penalty),
+            jnp.uint32(sampling.seed),
+            None if bias is None else jnp.asarray(bias),
         )
 
 
@@ -87,6 +87,7 @@ class Seen(NamedTuple):
 def adjusted(logits_Bv: jax.Array, knobs: Knobs, filters: Filters, seen: Seen | None) -> jax.Array:
     """Logits with bias and penalties."""
     if filters.biased:
+        assert knobs.bias_v is not None
         logits_Bv = logits_Bv + knobs.bias_v
     if filters.penalised:
         assert seen is not None

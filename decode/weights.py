@@ -11,6 +11,7 @@ V vocabulary, v this device's part of it, X what a row of the head multiplies.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
@@ -28,6 +29,8 @@ from laneformer_jax.model import Laneformer
 from laneformer_jax.sharding import LANE, named, parameter_spec
 
 Precision = Literal["native", "int8"]
+PARTS = 8  # of a head's rows
+PIECE_BYTES = 2 * 2**20  # of int8 weights made wide at a time: what a core's cache holds
 MATRICES = ("wq", "wk", "wv", "wo", "w1", "w2", "w3")  # of a layer
 
 
@@ -94,7 +97,7 @@ def lay_out(model: Laneformer, precision: Precision = "native") -> tuple[Layout,
                         setattr(module, name, Int8Linear(getattr(module, name).weight[...]))
         head = Head(*quantised(head.rows))
     graph, state = nnx.split(trunk)
-    trunk_specs = tuple(_spec(path, config) for path, _ in nnx.to_flat_state(state))
+    trunk_specs: Any = tuple(_spec(path, config) for path, _ in nnx.to_flat_state(state))
     leaves, tree = jax.tree.flatten(state)
     specs = Arrays(trunk_specs, jax.tree.map(lambda _: P(LANE), head))
     layout = _layout(config, mesh, graph, tree, specs)
@@ -131,21 +134,20 @@ def local_logits(layout: Layout, model: Laneformer, head: Head, x_LBSD: jax.Arra
     -inf in rows beyond the vocabulary, so that none of them is ever drawn.
     """
     config, lanes, shards = layout.config, layout.lanes, layout.shards
-    x = model.final(x_LBSD, lanes)
-    if config.lm_head_type == "vocab_parallel":
-        logits_BSLv = jnp.einsum("lbsd,lvd->bslv", x, head.rows.astype(x.dtype))
-        if head.scale is not None:
-            logits_BSLv = logits_BSLv * head.scale
-        logits_BSv = logits_BSLv.reshape(*x.shape[1:3], -1)
+    x, (rows, scale) = model.final(x_LBSD, lanes), head
+    if config.lm_head_type == "lane":  # a row multiplies the streams of all lanes, lane by lane
+        x = lanes.concatenate(jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1))
+    if config.lm_head_type != "vocab_parallel":
+        # As if lanes had parts of it: a plain product would have XLA transpose all rows in every burst.
+        parts = math.gcd(len(rows), PARTS)
+        x = jnp.broadcast_to(x, (parts, *x.shape))
+        rows = rows.reshape(parts, -1, rows.shape[-1])
+        scale = None if scale is None else scale.reshape(parts, -1)
+    if scale is None:
+        logits_LBSv = jnp.einsum("lbsx,lvx->lbsv", x, rows)
     else:
-        if (
-            config.lm_head_type == "lane"
-        ):  # its rows multiply the streams of all lanes, lane by lane
-            x = jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1)
-            x = lanes.concatenate(x)
-        logits_BSv = jnp.einsum("bsx,vx->bsv", x, head.rows.astype(x.dtype))
-        if head.scale is not None:
-            logits_BSv = logits_BSv * head.scale
+        logits_LBSv = int8_product(x, rows).astype(jnp.float32) * scale[:, None, None]
+    logits_BSv = jnp.moveaxis(logits_LBSv, 0, 2).reshape(*x.shape[1:3], -1)
     logits_BSv = lanes.enter(logits_BSv.astype(jnp.float32))
     if layout.rows == config.vocab_size:
         return logits_BSv
@@ -185,6 +187,24 @@ class Int8Linear(nnx.Module):
 
     def __call__(self, x_LBSI: jax.Array) -> jax.Array:
         """[L,B,S,I] -> [L,B,S,O]."""
-        out_LBSO = jnp.einsum("lbsi,loi->lbso", x_LBSI, self.weight[...].astype(x_LBSI.dtype))
+        out_LBSO = int8_product(x_LBSI, self.weight[...])
         scale_L11O = self.scale[...][:, None, None]
         return (out_LBSO.astype(jnp.float32) * scale_L11O).astype(x_LBSI.dtype)
+
+
+def int8_product(x_LBSI: jax.Array, weight_LOI: jax.Array) -> jax.Array:
+    """[L,B,S,I] × int8 [L,O,I] -> [L,B,S,O], with the weight in x's dtype only a few rows at a time.
+
+    XLA would rather widen all weights once, before the token loop, and keep them: the memory that int8
+    is to save. So where a piece begins depends on x, by a number that is 0 unless x is none.
+    """
+    lanes, out, in_ = weight_LOI.shape
+    size = max(1, min(-(-out // 2), PIECE_BYTES // (lanes * in_ * x_LBSI.dtype.itemsize)))
+    first = x_LBSI[0, 0, 0, 0]
+    nothing = (first != first).astype(jnp.int32)
+    parts = []
+    for start in range(0, out, size):
+        shape = (lanes, min(size, out - start), in_)
+        piece_LOI = jax.lax.dynamic_slice(weight_LOI, (0, start + nothing, 0), shape)
+        parts.append(jnp.einsum("lbsi,loi->lbso", x_LBSI, piece_LOI.astype(x_LBSI.dtype)))
+    return jnp.concatenate(parts, axis=-1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from laneformer_jax.config import LaneformerConfig
 
+PREFILL_CHUNK = 512  # prompt tokens that the decode engine takes up at once
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 

@@ -105,6 +105,7 @@ def describe(
         "decode_weight_bytes_per_token": costs.decode_weight_bytes(config, dtype),
         "kv_bytes_per_layer_and_position": costs.kv_bytes_per_position(config, dtype),
         "kv_cache_bytes": costs.kv_cache_bytes(config, context, dtype),
+        "kv_ring_bytes": costs.kv_ring_bytes(config, context, costs.PREFILL_CHUNK, dtype),
         "sliding_layers": sum(
             config.window(layer) is not None for layer in range(config.num_hidden_layers)
         ),
@@ -155,7 +156,12 @@ def _print_table(name: str, figures: dict[str, Any]) -> None:
         (
             f"KV cache at {context} positions",
             _size(figures["kv_cache_bytes"]),
-            f"{figures['sliding_layers']} layers hold a window only",
+            f"read per token; {figures['sliding_layers']} layers see a window only",
+        ),
+        (
+            "KV cache in memory",
+            _size(figures["kv_ring_bytes"]),
+            f"with room to take up {costs.PREFILL_CHUNK} prompt tokens at once",
         ),
         (
             "FLOPs per decoded token",

@@ -28,6 +28,7 @@ SAMPLERS = {
         temperature=1.2, repetition_penalty=1.6, presence_penalty=0.7, frequency_penalty=0.4
     ),
 }
+QUICK = ("all filters", "penalties")  # the others' paths are in these two
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +111,10 @@ def draws(model, prompt, sampling, new, draft):
 
 
 @pytest.mark.parametrize("draft", [0, DRAFT], ids=["plain", "speculation"])
-@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in SAMPLERS],
+)
 def test_frequencies(model, prompt, name, draft):
     sampling = SAMPLERS[name]
     tokens, outs = draws(model, prompt, sampling, 2, draft)

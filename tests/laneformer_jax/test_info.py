@@ -36,6 +36,7 @@ def test_json_of_the_released_model(capsys):
         "decode_weight_bytes_per_token": 4_443_531_264,
         "kv_bytes_per_layer_and_position": 6_144,
         "kv_cache_bytes": 251_658_240,
+        "kv_ring_bytes": 283_115_520,  # ten layers with 2048 + 512 slots, five with 4096
         "sliding_layers": 10,
         "decode_flops_per_token": 4_946_657_280,
         "training_flops_per_token": 14_273_925_120,
