@@ -16,8 +16,9 @@ from parity import library_model
 from shapes import random_tensors
 
 from decode import generate
+from decode.step import xla_step
 from laneformer_jax import LaneformerConfig
-from laneformer_jax.cache import KVCache
+from laneformer_jax.cache import RingCache
 
 W = 6
 TOKENS, SLOTS = 2 * W + 3, 2 * W + 7
@@ -46,36 +47,33 @@ def model():
 
 @pytest.fixture(scope="module")
 def feed(model):
-    """feed(cache, ids, mask, positions) -> logits of these tokens, and the cache with them in it."""
+    """feed(cache, ids) -> logits of these tokens, and the cache with them in it."""
     graphdef, params = nnx.split(model)
 
     @jax.jit
-    def step(params, cache, ids, mask, positions):
+    def step(params, cache, ids):
         model = nnx.merge(graphdef, params)
-        lanes = model.local_lanes()
-        out = model.trunk(ids, lanes, attention_mask_BS=mask, positions_BS=positions, cache=cache)
-        return model.logits(out.x_LBSD, lanes), out.cache
+        x, cache = xla_step(model, model.local_lanes(), ids, cache)
+        return model.logits(x, model.local_lanes()), cache
 
-    def feed(cache, *inputs):
-        return step(params, cache, *inputs)
+    def feed(cache, ids):
+        return step(params, cache, ids)
 
     return feed
 
 
-def in_chunks(feed, sizes, ids, mask=None, positions=None):
-    """Logits [B,S,V] of ids taken up chunk by chunk."""
+def in_chunks(feed, sizes, ids, pads=0):
+    """Logits [B,S,V] of ids taken up chunk by chunk, the first `pads` of every row being padding."""
     config = LaneformerConfig.from_dict(CONFIG)
-    cache = KVCache.empty(config, len(ids), SLOTS, jnp.float32, config.num_lanes)
+    ahead = max(sizes)
+    cache = RingCache.empty(config, len(ids), SLOTS, ahead, jnp.float32, config.num_lanes)
+    cache = cache._replace(length_B=jnp.broadcast_to(-jnp.asarray(pads, jnp.int32), len(ids)))
     logits, at = [], 0
     for size in sizes:
-        part = slice(at, at + size)
-        chunk, cache = feed(
-            cache, *(x if x is None else x[:, part] for x in (ids, mask, positions))
-        )
+        chunk, cache = feed(cache, ids[:, at : at + size])
         logits.append(np.asarray(chunk))
         at += size
     assert at == ids.shape[1]
-    assert int(cache.length) == at
     return np.concatenate(logits, axis=1)
 
 
@@ -115,13 +113,11 @@ def test_uneven_chunks(feed, whole, sizes):
 
 def test_left_padding_in_uneven_chunks(feed):
     """Rows of 15, 9 and 1 real tokens; chunks that end within the padding, at its end and behind it."""
-    pads = np.array([[0], [6], [14]])
+    pads = np.array([0, 6, 14])
     ids = np.concatenate([IDS, IDS[:1, ::-1]])
-    mask = (np.arange(TOKENS) >= pads).astype(np.int32)
-    positions = np.maximum(np.arange(TOKENS) - pads, 0).astype(np.int32)
     for sizes in ([3, 3, 7, 2], [7, 7, 1]):
-        got = in_chunks(feed, sizes, ids, mask, positions)
-        for row, pad in enumerate(pads[:, 0]):
+        got = in_chunks(feed, sizes, ids, pads)
+        for row, pad in enumerate(pads):
             close(got[row, pad:], forward(TENSORS, CONFIG, ids[row : row + 1, pad:]).logits[0])
 
 
