@@ -13,7 +13,7 @@ import jax
 from eval.inloop import BackgroundEvaluation
 from laneformer_jax.checkpoint.training import TrainingCheckpoints
 from train.config import RunConfig
-from train.metrics import MetricsWriter
+from train.metrics import MetricsWriter, Unwritten
 from train.signals import StopRequest
 
 FOLDER = "evaluations"
@@ -40,7 +40,7 @@ class Benchmarks:
         config: RunConfig,
         out: Path,
         checkpoints: TrainingCheckpoints,
-        metrics: MetricsWriter,
+        metrics: MetricsWriter | Unwritten,
         step: int,
     ):
         self._config, self._out = config.benchmarks, out / FOLDER
