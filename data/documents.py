@@ -108,7 +108,9 @@ class Encoder:
         example, truncated = chat_example(chat.ids, chat.mask, self.max_length)
         if not (example[:, 1] != IGNORE).any():
             return skipped("no_label")
-        return _encoded(example, sum(len(t.encode()) for t in texts), truncated)
+        # Of an example that is cut, the part of the text that its tokens are of the whole.
+        size = sum(len(t.encode()) for t in texts) * len(example) // max(len(chat.ids) - 1, 1)
+        return _encoded(example, size, truncated)
 
     def _messages(self, record: Record) -> list[dict[str, Any]]:
         if self.config.row_format == "prompt_response":
