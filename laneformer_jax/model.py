@@ -4,7 +4,7 @@
 Shapes: L lanes of this device, B batch, S sequence, T keys, D hidden, V vocabulary, N layers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -238,7 +238,7 @@ class Laneformer(nnx.Module):
 
 def _run(
     body: Callable[..., Any],
-    modules: dict[str, nnx.Module],
+    modules: Mapping[str, nnx.Module],
     fetch: Fetch | None,
     remat: Remat,
     *args: Any,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -34,6 +34,7 @@ class Report:
 
     Attributes:
         mesh: data, fsdp, lane.
+        accumulate: microbatches of an update.
         state: bytes of parameters, gradients and optimizer state; exact.
         step: bytes that live during an update beside the state, by what they are; estimates.
         flops_per_token: of forward and backward; nothing that is computed twice.
@@ -45,6 +46,7 @@ class Report:
     """
 
     mesh: tuple[int, int, int]
+    accumulate: int
     device: Device
     state: Mapping[str, int]
     step: Mapping[str, int]
@@ -61,20 +63,23 @@ class Report:
 
 
 def choose_mesh(mesh: MeshConfig, devices: int) -> MeshConfig:
-    """The run's mesh, or with the default one FSDP over all devices. Raises UserError."""
-    size = mesh.data * mesh.fsdp * mesh.lane
-    if size == devices:
-        return mesh
-    if size == 1:
+    """The run's mesh with as many copies (`data`) as the devices allow; FSDP over all of them where the
+    run has no mesh. Raises UserError."""
+    if mesh == MeshConfig():
         return MeshConfig(fsdp=devices)
-    raise UserError(
-        f"mesh: data {mesh.data} × fsdp {mesh.fsdp} × lane {mesh.lane} is {size} devices;"
-        f" --devices says {devices}"
-    )
+    copy = mesh.fsdp * mesh.lane
+    if devices % copy:
+        raise UserError(
+            f"mesh: fsdp {mesh.fsdp} × lane {mesh.lane} is {copy} devices, which must divide"
+            f" --devices {devices}"
+        )
+    return MeshConfig(devices // copy, mesh.fsdp, mesh.lane)
 
 
 def dry_run(config: RunConfig, devices: int, device: Device) -> Report:
     """What `config` would take on so many devices. JAX must have as many, virtual ones will do.
+
+    On fewer than its mesh has, as many more microbatches keep the rows of a device as they are.
 
     Raises:
         UserError: the mesh has another size, or rows cannot be shared among the devices.
@@ -85,14 +90,17 @@ def dry_run(config: RunConfig, devices: int, device: Device) -> Report:
         )
     sizes, model = config.train, config.model.build()
     sides = choose_mesh(config.mesh, devices)
+    accumulate = sizes.accumulate * max(1, config.mesh.data // sides.data)
+    parts = accumulate * sides.data * sides.fsdp
+    if sizes.batch_size % parts:
+        raise UserError(
+            f"train.batch_size = {sizes.batch_size}: must be divisible by accumulate {accumulate} ×"
+            f" data {sides.data} × fsdp {sides.fsdp}"
+        )
+    sizes = replace(sizes, accumulate=accumulate)
+    config = replace(config, train=sizes, mesh=sides)
     mesh = make_mesh(sides.data, sides.lane, fsdp=sides.fsdp)
     check_mesh(mesh, model)
-    rows = sizes.batch_size // sizes.accumulate
-    if rows % (sides.data * sides.fsdp):
-        raise UserError(
-            f"train.batch_size = {sizes.batch_size}: its microbatches of {rows} rows must be"
-            f" divisible by data {sides.data} × fsdp {sides.fsdp}"
-        )
     # Compiled without offload, which the CPU cannot lower; the estimate knows of it.
     remat = "layer" if sizes.remat == "offload" else sizes.remat
     z_loss = config.optimizer.z_loss
@@ -132,6 +140,7 @@ def dry_run(config: RunConfig, devices: int, device: Device) -> Report:
     longest = max(seconds.values())
     return Report(
         mesh=(sides.data, sides.fsdp, sides.lane),
+        accumulate=sizes.accumulate,
         device=device,
         state={"parameters": held, "gradients": held, "optimizer": _bytes(state.opt_state)},
         step=_live(config, plan, params),
@@ -243,7 +252,7 @@ def text(report: Report) -> str:
         f"  {'all':<38} {report.bytes / _GB:9.3f} GB  (estimate; {fits} in"
         f" {report.device.memory / _GB:.0f} GB)",
         f"FLOPs per token         {report.flops_per_token:.4g}",
-        f"tokens per step         {report.tokens_per_step:,}",
+        f"tokens per step         {report.tokens_per_step:,} in {report.accumulate} microbatches",
         "seconds per step, at least",
     ]
     lines += [f"  {name:<38} {value:9.4f}" for name, value in report.seconds.items()]

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import jax
 import numpy as np
@@ -266,7 +266,8 @@ class _Loop:
         part = "" if self._processes.count == 1 else f"-{jax.process_index()}"
         file = self._out / f"skipped-{step}{part}.npz"
         with atomic_file(file, "wb") as out:
-            np.savez(out, **{name: local_rows(value) for name, value in batch.items()})
+            rows: dict[str, Any] = {name: local_rows(value) for name, value in batch.items()}
+            np.savez(out, **rows)
         raise UserError(
             f"step {step}: {int(values['skipped_in_row'])} updates in a row were skipped, the last"
             f" with gradient norm {values['grad_norm']:g} (optimizer.stop_after_skips); its batch is"
@@ -283,7 +284,8 @@ class _Loop:
         """Mean loss per predicted token of the held-out documents; given up when a stop comes."""
         if self._setup.eval_batches is None:
             return
-        total = weight = 0.0
+        average = self._state.opt_state.average
+        total = of_average = weight = 0.0
         with self._clock.paused(), self._setup.eval_batches() as batches:
             while True:
                 with self._processes.agreed():
@@ -295,15 +297,18 @@ class _Loop:
                 placed = place(batch, self._setup.plan.batch_sharding())
                 sums = jax.device_get(self._setup.eval_step(self._state.params, placed))
                 total, weight = total + float(sums[0]), weight + float(sums[1])
+                if average is not None:
+                    of_average += float(self._setup.eval_step(average, placed)[0])
         self._eval_loss = total / weight if weight else 0.0
-        self._metrics.write(
-            {
-                "step": self._step,
-                "eval_loss": self._eval_loss,
-                "eval_perplexity": _exp(self._eval_loss),
-                "eval_weight": weight,
-            }
-        )
+        record = {
+            "step": self._step,
+            "eval_loss": self._eval_loss,
+            "eval_perplexity": _exp(self._eval_loss),
+            "eval_weight": weight,
+        }
+        if average is not None:
+            record["eval_loss_ema"] = of_average / weight if weight else 0.0
+        self._metrics.write(record)
 
     def _stop_agreed(self) -> bool:
         if self._processes.count > 1:

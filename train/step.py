@@ -250,8 +250,11 @@ def _local_gradients(
         measured, grads = of(batch)
     else:
         micros = jax.tree.map(lambda x: x.reshape(plan.accumulate, -1, *x.shape[1:]), batch)
-        first, rest = jax.tree.map(lambda x: x[0], micros), jax.tree.map(lambda x: x[1:], micros)
-        (measured, grads), _ = jax.lax.scan(add, of(first), rest)
+        nothing = Measured(jnp.zeros(()), jnp.zeros(()), jnp.zeros(plan.config.num_hidden_layers))
+        if spread:
+            nothing = jax.lax.pcast(nothing, ROWS, to="varying")
+        start = (nothing, jax.tree.map(jnp.zeros_like, params))
+        (measured, grads), _ = jax.lax.scan(add, start, micros)
         measured = measured._replace(drift_N=measured.drift_N / plan.accumulate)
     if spread:
         loss, weight = jax.lax.psum((measured.loss, measured.weight), ROWS)

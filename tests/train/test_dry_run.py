@@ -51,9 +51,8 @@ def test_figures_of_a_small_run():
 
 def test_the_mesh_must_fit_the_devices():
     assert choose_mesh(MeshConfig(2, 2, 2), 8) == MeshConfig(2, 2, 2)
-    with pytest.raises(UserError, match=r"data 2 × fsdp 1 × lane 1 is 2 devices; --devices says 8"):
-        choose_mesh(MeshConfig(data=2), 8)
-    with pytest.raises(
-        UserError, match=r"microbatches of 4 rows must be divisible by data 1 × fsdp 8"
-    ):
+    assert choose_mesh(MeshConfig(24, 8, 1), 8) == MeshConfig(1, 8, 1)
+    with pytest.raises(UserError, match=r"fsdp 3 × lane 2 is 6 devices, which must divide"):
+        choose_mesh(MeshConfig(fsdp=3, lane=2), 8)
+    with pytest.raises(UserError, match=r"divisible by accumulate 2 × data 1 × fsdp 8"):
         dry_run(load("train.accumulate=2"), 8, find_device("h200"))

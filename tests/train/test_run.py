@@ -322,3 +322,10 @@ def test_updates_that_cannot_be_made_end_the_run_with_the_batch(corpus, tmp_path
         "grad_norm/embedding",
         "lane_drift/layer_001",
     }
+
+
+def test_the_mean_of_the_parameters_is_evaluated_too(corpus, tmp_path):
+    """With all weight on the newest it is the parameters themselves."""
+    train(config_of(corpus, "optimizer.ema=0.0", "train.steps=4"), tmp_path / "run")
+    (record,) = (r for r in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "eval_loss" in r)
+    assert record["eval_loss_ema"] == pytest.approx(record["eval_loss"], rel=1e-6)

@@ -287,7 +287,7 @@ def packed_batch(rows: list[list[int]], length: int) -> dict[str, np.ndarray]:
     return batch
 
 
-@pytest.mark.parametrize("path", ["plain", "chunked"])
+@pytest.mark.parametrize("path", [pytest.param("plain", marks=pytest.mark.slow), "chunked"])
 def test_the_packed_gradient_is_the_weighted_sum_of_the_separate_ones(path, monkeypatch):
     from laneformer_jax import attention_paths
 
@@ -311,6 +311,7 @@ def test_the_packed_gradient_is_the_weighted_sum_of_the_separate_ones(path, monk
     assert_close(jax.device_get(together[1]), want, 1e-5)
 
 
+@pytest.mark.slow
 def test_microbatches_of_1_and_500_valid_tokens_equal_one_batch():
     batch = {name: x.repeat(32, axis=1) for name, x in make_batch().items()}
     batch["segment_ids"][:] = 1
