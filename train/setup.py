@@ -242,7 +242,8 @@ def _load(start: _Start, shapes: Mapping[str, Any], mesh: Any) -> Params:
 
     model = hf.load(start.folder, dtype=jnp.float32, mesh=mesh)
     params = {p: v[...] for p, v in parameter_paths(nnx.state(model)).items()}
-    return jax.device_put(params, {path: shapes[path].sharding for path in params})
+    where = {path: shapes[path].sharding for path in params}
+    return jax.jit(lambda same: same, out_shardings=where)(params)
 
 
 def _dataset(config: RunConfig, tokenizer: Tokenizer, share: tuple[int, int]) -> Any:

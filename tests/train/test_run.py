@@ -21,6 +21,7 @@ from laneformer_jax.tokenizer import train_tokenizer
 from train import RunConfig, loop
 from train.loop import train
 from train.metrics import read_jsonl
+from train.processes import Processes
 from train.setup import Setup, prepare
 
 SMALL = dict(
@@ -56,7 +57,8 @@ def config_of(corpus: Path, *overrides: str) -> RunConfig:
 
 def ready(config: RunConfig, out: Path, restart_data: bool = False) -> Setup:
     """A run before its first step; nothing of it is compiled."""
-    setup = prepare(config, TrainingCheckpoints(out / native.CHECKPOINTS), restart_data)
+    checkpoints = TrainingCheckpoints(out / native.CHECKPOINTS)
+    setup = prepare(config, checkpoints, restart_data, Processes())
     setup.batches.close()
     return setup
 
