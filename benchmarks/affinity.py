@@ -20,7 +20,7 @@ import optax
 from flax import nnx
 
 from laneformer_jax import Laneformer, LaneformerConfig
-from laneformer_jax.checkpoint import affinity, convert, dense, native, verify
+from laneformer_jax.checkpoint import affinity, convert, dense, native, slices, verify
 from laneformer_jax.model import parameter_paths
 
 DENSE = LaneformerConfig(
@@ -80,7 +80,7 @@ def held_out_loss(config: LaneformerConfig, params: dict, batches: list[np.ndarr
     return float(np.mean([float(mean_loss(model, jnp.asarray(ids))) for ids in batches]))
 
 
-def lanes_of(config: LaneformerConfig, order: list[dense.LayerOrder] | None) -> list[np.ndarray]:
+def lanes_of(config: LaneformerConfig, order: list[slices.LayerOrder] | None) -> list[np.ndarray]:
     """The lane of each unit, by module."""
     out = []
     for i in range(config.num_hidden_layers):
@@ -107,9 +107,9 @@ def one_seed(args: argparse.Namespace, seed: int) -> dict[str, tuple[float, floa
     found = {"dense": (dense_loss, 0.0)}
     with tempfile.TemporaryDirectory() as folder:
         native.save_inference(Path(folder) / "one", model)
-        convert.export_dense(Path(folder) / "one", Path(folder) / "dense")
+        convert.export(Path(folder) / "one", Path(folder) / "dense", layout="llama")
 
-        def split(order: list[dense.LayerOrder] | None) -> tuple[LaneformerConfig, dict]:
+        def split(order: list[slices.LayerOrder] | None) -> tuple[LaneformerConfig, dict]:
             source = dense.DenseFolder(Path(folder) / "dense", args.lanes, args.delay, order=order)
             return source.config, verify.read_all(source)
 
@@ -117,7 +117,7 @@ def one_seed(args: argparse.Namespace, seed: int) -> dict[str, tuple[float, floa
         couplings = affinity.coupling_matrices(
             affinity.modules(config, contiguous, calibration), args.delay
         )
-        orders: dict[str, list[dense.LayerOrder] | None] = {"contiguous": None}
+        orders: dict[str, list[slices.LayerOrder] | None] = {"contiguous": None}
         orders |= {f"random {i}": affinity.random_order(config, 10 * seed + i) for i in range(3)}
         orders["affinity"] = affinity.affinity_order(config, contiguous, calibration)
         for name, order in orders.items():

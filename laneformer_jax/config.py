@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from laneformer_jax.errors import UserError, nearest
+from laneformer_jax.errors import UserError, nearest, warn_of_misspellings
 from laneformer_jax.files import read_json
 
 ATTENTION, MLP = "attention", "mlp"
@@ -321,7 +321,7 @@ class LaneformerConfig:
     def from_json(cls, path: str | Path) -> Self:
         """Read a `config.json`, or the one in a folder.
 
-        Raises UserError when it is absent or not a JSON object.
+        Warns of keys that look misspelt. Raises UserError when it is absent or not a JSON object.
         """
         path = Path(path)
         if path.is_dir():
@@ -329,6 +329,8 @@ class LaneformerConfig:
         values = read_json(path)
         if not isinstance(values, dict):
             raise UserError(f"{path}: must hold a JSON object, holds {type(values).__name__}")
+        ours = [f.name for f in fields(cls) if f.name != "extra"]
+        warn_of_misspellings(values, [*ours, *_SIMILAR], str(path))
         try:
             return cls.from_dict(values)
         except UserError as error:
@@ -358,6 +360,10 @@ _WRITTEN_WHEN_SET = (_NULLABLE - {"sliding_window"}) | {
     "ladder_residual",
     "initializer_range",
 }
+
+
+# A key of other libraries that is no misspelling of ours.
+_SIMILAR = ("use_sliding_window",)
 
 
 def _rope_scaling(values: Mapping[str, Any]) -> RopeScaling:

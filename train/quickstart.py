@@ -244,4 +244,4 @@ def _export(out: Path, story: Story) -> None:
     with story.timed("export"):
         if (out / "hf").exists():
             shutil.rmtree(out / "hf")
-        convert.export_lanes(out / PHASES[-1], out / "hf", check=True)
+        convert.export(out / PHASES[-1], out / "hf", check=True)

@@ -25,7 +25,7 @@ from scipy.optimize import linear_sum_assignment  # type: ignore[import-untyped]
 
 from laneformer_jax import rope
 from laneformer_jax.attention import attend, visibility
-from laneformer_jax.checkpoint.dense import LayerOrder, merge_columns, merge_rows
+from laneformer_jax.checkpoint.slices import LayerOrder, merge_columns, merge_rows
 from laneformer_jax.checkpoint.sources import Params
 from laneformer_jax.config import LaneformerConfig
 from laneformer_jax.errors import UserError

@@ -112,11 +112,11 @@ def run_export(args: argparse.Namespace) -> int:
     from laneformer_jax.checkpoint import convert
 
     shard_bytes = None if args.shard_size is None else parse_size(args.shard_size)
-    export = convert.export_lanes if args.as_ == "lanes" else convert.export_dense
     with _termination_interrupts():
-        report = export(
+        report = convert.export(
             args.checkpoint,
             args.target,
+            layout=args.as_,
             dtype=args.dtype,
             vocab_size=args.vocab_size,
             shard_bytes=shard_bytes,

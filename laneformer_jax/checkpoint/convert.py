@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
 
-from laneformer_jax.checkpoint import assets, dense, hf, native, verify
+from laneformer_jax.checkpoint import assets, dense, families, hf, native, slices, verify
 from laneformer_jax.checkpoint.sources import (
     EMBEDDING,
     LaneFolder,
@@ -64,7 +64,7 @@ def import_lanes(
 ) -> Report:
     """Turn a Hugging Face folder or Hub repository in the lane layout into an inference checkpoint.
 
-    config.json, the shard layout, tokenizer files and chat template come along, so that `export_lanes`
+    config.json, the shard layout, tokenizer files and chat template come along, so that `export`
     gives the same files back.
 
     Args:
@@ -97,7 +97,7 @@ def import_dense(
     lanes: int,
     delay: int,
     dtype: Any = None,
-    order: list[dense.LayerOrder] | None = None,
+    order: list[slices.LayerOrder] | None = None,
     check: bool = False,
     name: str | None = None,
 ) -> Report:
@@ -151,96 +151,103 @@ def write_native(
 # Native -> Hugging Face
 
 
-def export_lanes(
+def export(
     checkpoint: str | Path,
     target: str | Path,
     *,
+    layout: Literal["lanes", "llama"] = "lanes",
     dtype: Any = None,
     vocab_size: int | None = None,
     shard_bytes: int | None = None,
     check: bool = False,
 ) -> Report:
-    """Write a native checkpoint, of a run the newest complete one, as a Hugging Face folder of lanes.
+    """Write a native checkpoint, of a run the newest complete one, as a Hugging Face folder.
 
     Args:
         checkpoint: a checkpoint, a folder of them, or a run's folder.
         target: a new folder.
+        layout: `lanes`, the public lane layout, or `llama`, one dense model for plain transformers, where the
+            lanes are mathematically dense. With q/k norms that is a Qwen3, with sliding windows a Mistral.
         dtype: of the tensors; None keeps the checkpoint's.
         vocab_size: entries to keep; None: what `real_vocabulary` says.
         shard_bytes: most tensor bytes in a file; None: as imported, else 5 GB.
         check: as in `import_lanes`.
 
     Raises:
-        UserError: no complete checkpoint, a target that is taken, a vocabulary that cannot be cut.
+        UserError: no complete checkpoint, a target that is taken, a vocabulary that cannot be cut, lanes that
+            are not dense where layout is `llama`; each field in the way is named.
     """
     source, folder, metadata = open_native(checkpoint, dtype, vocab_size)
-    specs = {hf.tensor_name(path): spec for path, spec in source.specs.items()}
-    files, notes = _export_files(folder, source, metadata, Path(target).name, llama=False)
+    llama = layout == "llama"
+    form = _as_llama(source) if llama else _as_lanes(source)
+    tokenizer = assets.load_tokenizer(folder)
+    text_dtype = str(source.specs[EMBEDDING].dtype)
+    card = assets.model_card(
+        Path(target).name, source.config, metadata, text_dtype, tokenizer, llama
+    )
+    files = assets.export_files(assets.carried(folder), source.config, tokenizer, card)
+    files[CONFIG] = form.config_text.encode()
     weight_map = None
-    if shard_bytes is None and INDEX in files:
-        weight_map = _weight_map(files[INDEX], specs)
+    if not llama and "source" in metadata and source.as_stored:
+        files[CONFIG] = (folder / CONFIG).read_bytes()
+        if shard_bytes is None and (folder / INDEX).exists():
+            index = (folder / INDEX).read_bytes()
+            weight_map = _weight_map(index, form.specs)
+            if weight_map is not None:
+                files[INDEX] = index
+    notes = [] if llama else [assets.LANE_NOTE]
+    if tokenizer is not None and assets.is_llama2(tokenizer):
+        notes.append(assets.LLAMA2_NOTE)
     return write_folder(
-        source,
-        target,
-        specs,
-        _public_names,
-        files,
-        shard_bytes or SHARD_BYTES,
-        weight_map,
-        (lambda written: verify.lane_folder(source, written)) if check else None,
-        notes,
+        source, target, form, files, shard_bytes or SHARD_BYTES, weight_map, check, notes
     )
 
 
-def export_dense(
-    checkpoint: str | Path,
-    target: str | Path,
-    *,
-    dtype: Any = None,
-    vocab_size: int | None = None,
-    shard_bytes: int | None = None,
-    check: bool = False,
-) -> Report:
-    """Write a checkpoint that is mathematically dense as a Llama folder for plain transformers.
+@dataclass(frozen=True)
+class Form:
+    """What a source becomes in a Hugging Face folder.
 
-    Models with q/k norms become Qwen3, those with sliding windows Mistral. Arguments as `export_lanes`.
-
-    Raises:
-        UserError: as `export_lanes`, or lanes that are not dense; each field in the way is named.
+    Attributes:
+        specs: shape and dtype by tensor name.
+        rename: turns the parameters of one group into tensors.
+        config_text: config.json.
+        compare: checks a written folder against the source; what it found to be equal.
     """
-    source, folder, metadata = open_native(checkpoint, dtype, vocab_size)
-    config = source.config
-    dense.check_dense(config)
-    copies = dense.removable_copies(source)
-    dtypes = {dense.dense_name(path): spec.dtype for path, spec in source.specs.items()}
-    specs = {
-        name: TensorSpec(shape, dtypes[name])
-        for name, shape in dense.dense_shapes(config, copies).items()
-    }
-    files, notes = _export_files(folder, source, metadata, Path(target).name, llama=True)
-    files.pop(INDEX, None)
-    kv_heads, text_dtype = (
-        config.num_key_value_heads // copies,
-        str(specs[dense.EMBEDDING_NAME].dtype),
+
+    specs: Mapping[str, TensorSpec]
+    rename: Callable[[Params], Mapping[str, np.ndarray]]
+    config_text: str
+    compare: Callable[[Path], tuple[str, ...]]
+
+
+def _as_lanes(source: Source) -> Form:
+    return Form(
+        {hf.tensor_name(path): spec for path, spec in source.specs.items()},
+        lambda params: {hf.tensor_name(path): value for path, value in params.items()},
+        hf.config_text(source.config, str(source.specs[EMBEDDING].dtype)),
+        lambda written: verify.lane_folder(source, written),
     )
-    files[CONFIG] = dense.dense_config_text(config, kv_heads, text_dtype).encode()
-    return write_folder(
-        source,
-        target,
-        specs,
-        lambda params: dense.merge_group(config, params, copies),
-        files,
-        shard_bytes or SHARD_BYTES,
-        None,
-        (lambda written: verify.dense_folder(source, written, copies)) if check else None,
-        notes,
+
+
+def _as_llama(source: Source) -> Form:
+    config = source.config
+    families.check_dense(config)
+    copies = dense.removable_copies(source)
+    dtypes = {slices.dense_name(path): spec.dtype for path, spec in source.specs.items()}
+    shapes = slices.dense_shapes(config, copies)
+    kv_heads = config.num_key_value_heads // copies
+    return Form(
+        {name: TensorSpec(shape, dtypes[name]) for name, shape in shapes.items()},
+        lambda params: slices.merge_group(config, params, copies),
+        families.dense_config_text(config, kv_heads, str(source.specs[EMBEDDING].dtype)),
+        lambda written: verify.dense_folder(source, written, copies),
     )
 
 
 def open_native(
     checkpoint: str | Path, dtype: Any = None, vocab_size: int | None = None
 ) -> tuple[NativeCheckpoint, Path, dict[str, Any]]:
-    """The newest complete checkpoint as a source, its folder, its metadata; as in `export_lanes`."""
+    """The newest complete checkpoint as a source, its folder, its metadata; as in `export`."""
     if not native.is_native(checkpoint) and (Path(checkpoint) / CONFIG).exists():
         raise UserError(
             f"{checkpoint}: is already a Hugging Face folder; export takes a checkpoint"
@@ -268,36 +275,31 @@ def real_vocabulary(
 def write_folder(
     source: Source,
     target: str | Path,
-    specs: Mapping[str, TensorSpec],
-    rename: Callable[[Params], Mapping[str, np.ndarray]],
+    form: Form,
     files: Mapping[str, bytes],
     shard_bytes: int,
     weight_map: Mapping[str, str] | None,
-    check: Callable[[Path], tuple[str, ...]] | None,
+    check: bool,
     notes: list[str],
 ) -> Report:
-    """Write a source as safetensors: `rename` turns each of its groups into tensors of `specs`."""
+    """Write a source as safetensors, with `files` beside them; arguments as `export`."""
     began = time.monotonic()
     sweep(target)
     checks: tuple[str, ...] = ()
     with atomic_dir(target) as folder, claim(folder):
-        for name, content in files.items():
-            (folder / name).write_bytes(content)
-        with TensorWriter(folder, specs, shard_bytes, weight_map) as writer:
+        with TensorWriter(folder, form.specs, shard_bytes, weight_map) as writer:
 
             def put(group: str, params: Params) -> None:
                 del group
-                for name, value in rename(params).items():
+                for name, value in form.rename(params).items():
                     writer.write(name, value)
 
             _stream(source, "export", put)
-        if check is not None:
-            checks = check(folder)
-    return _report(target, specs, began, checks, tuple(notes))
-
-
-def _public_names(params: Params) -> dict[str, np.ndarray]:
-    return {hf.tensor_name(path): value for path, value in params.items()}
+        for name, content in files.items():  # the index as it was imported, for one
+            (folder / name).write_bytes(content)
+        if check:
+            checks = form.compare(folder)
+    return _report(target, form.specs, began, checks, tuple(notes))
 
 
 def _stream(source: Source, what: str, use: Callable[[str, Params], None]) -> None:
@@ -316,25 +318,6 @@ def _report(
 ) -> Report:
     nbytes = sum(spec.nbytes for spec in specs.values())
     return Report(Path(target), len(specs), nbytes, time.monotonic() - began, checks, notes)
-
-
-def _export_files(
-    folder: Path, source: NativeCheckpoint, metadata: Mapping[str, Any], name: str, llama: bool
-) -> tuple[dict[str, bytes], list[str]]:
-    """The files beside the tensors, the lane layout's config.json among them, and notes for the user."""
-    dtype = str(source.specs[EMBEDDING].dtype)
-    tokenizer = assets.load_tokenizer(folder)
-    card = assets.model_card(name, source.config, metadata, dtype, tokenizer, llama)
-    files = assets.export_files(assets.carried(folder), source.config, tokenizer, card)
-    files[CONFIG] = hf.config_text(source.config, dtype).encode()
-    if "source" in metadata and source.as_stored:
-        files[CONFIG] = (folder / CONFIG).read_bytes()
-        if (folder / INDEX).exists():
-            files[INDEX] = (folder / INDEX).read_bytes()
-    notes = [] if llama else [assets.LANE_NOTE]
-    if tokenizer is not None and assets.is_llama2(tokenizer):
-        notes.append(assets.LLAMA2_NOTE)
-    return files, notes
 
 
 def _weight_map(index: bytes, specs: Mapping[str, TensorSpec]) -> dict[str, str] | None:

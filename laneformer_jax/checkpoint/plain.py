@@ -27,7 +27,7 @@ _NAMES = {dtype: name for name, dtype in _BY_NAME.items()}
 _WRITERS = 4  # threads; half of them wait for the disk
 
 
-class PlainFiles(ocp.type_handlers.NumpyHandler):  # type: ignore[misc]
+class PlainFiles(ocp.type_handlers.NumpyHandler):
     """Orbax's handler of NumPy arrays, except that it writes plain files.
 
     Orbax's own copies each array before it writes it, in case it changes meanwhile, and its files have to be

@@ -65,7 +65,10 @@ class TensorFolder:
         self._offsets: dict[str, int] = {}
         weight_map: dict[str, Path] | None = None
         if (folder / INDEX).exists():
-            self.index = (folder / INDEX).read_bytes()
+            try:
+                self.index = (folder / INDEX).read_bytes()
+            except OSError as error:
+                raise UserError(f"{folder / INDEX}: cannot be read ({error.strerror})") from None
             weight_map = self._weight_map(self.index)
             paths = sorted(set(weight_map.values()))
         else:

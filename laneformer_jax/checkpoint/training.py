@@ -11,7 +11,7 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy as keep_policy
 
-from laneformer_jax.checkpoint import manifest, native
+from laneformer_jax.checkpoint import assets, manifest, native
 from laneformer_jax.config import LaneformerConfig
 
 OPTIMIZER = "optimizer"
@@ -85,8 +85,14 @@ class TrainingCheckpoints:
         config: LaneformerConfig,
         metadata: Mapping[str, Any],
         tokenizer: str | Path | None = None,
+        chat_template: str | None = None,
     ) -> None:
         """Start saving; returns when the arrays may be donated. Waits for an earlier save first.
+
+        Args:
+            metadata: added to what `native.read_metadata` returns.
+            tokenizer: a tokenizer file, or a folder that holds one, to copy.
+            chat_template: the Jinja text that belongs to the model; None: Laneformer's own.
 
         Raises what an earlier background save failed with (a full or read-only disk, say).
         """
@@ -94,6 +100,8 @@ class TrainingCheckpoints:
         dtype = str(next(iter(params.values())).dtype)
         metadata = {"kind": "training", "dtype": dtype, "step": step, **metadata}
         self._files, self._saving = native.side_files(config, metadata, tokenizer), step
+        if chat_template is not None:
+            self._files[assets.CHAT_TEMPLATE] = chat_template.encode()
         items = {group: ocp.args.StandardSave(v) for group, v in native.grouped(params).items()}
         items[OPTIMIZER] = ocp.args.StandardSave(optimizer)
         self._manager.save(step, args=ocp.args.Composite(**items), force=True)

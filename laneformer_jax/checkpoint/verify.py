@@ -7,7 +7,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from laneformer_jax.checkpoint import dense, hf, native
+from laneformer_jax.checkpoint import dense, hf, native, slices
 from laneformer_jax.checkpoint.sources import LaneFolder, Params, Source, groups
 from laneformer_jax.checkpoint.tensorfile import TensorFolder
 from laneformer_jax.config import LaneformerConfig
@@ -48,7 +48,7 @@ def dense_folder(source: Source, folder: Path, copies: int) -> tuple[str, ...]:
     tensors = TensorFolder(folder)
     count = 0
     for group in groups(source):
-        for name, value in dense.merge_group(source.config, source.read(group), copies).items():
+        for name, value in slices.merge_group(source.config, source.read(group), copies).items():
             if not np.array_equal(_bits(tensors.read(name)), _bits(value)):
                 raise UserError(f"verify: tensor {name} was not written as it was read")
             count += 1

@@ -2,16 +2,23 @@
 
 import json
 import struct
+import zlib
 from pathlib import Path
 
 import goldens
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from laneformer_jax import cli
 from laneformer_jax.checkpoint import convert
-from laneformer_jax.checkpoint.tensorfile import INDEX, TensorFolder
+from laneformer_jax.checkpoint.manifest import MANIFEST
+from laneformer_jax.checkpoint.memory import Scratch
+from laneformer_jax.checkpoint.sources import LaneFolder, NativeCheckpoint, read_ahead
+from laneformer_jax.checkpoint.tensorfile import DTYPES, INDEX, SINGLE, TensorFolder
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -46,7 +53,7 @@ def test_round_trip_of_the_committed_golden_through_the_command_line(tmp_path, c
 def test_round_trip_of_every_golden(name, request, tmp_path):
     golden = goldens.golden_of(request, name)
     convert.import_lanes(golden.folder, tmp_path / "native")
-    convert.export_lanes(tmp_path / "native", tmp_path / "out")
+    convert.export(tmp_path / "native", tmp_path / "out")
     for file in ("model.safetensors", "config.json"):
         assert (tmp_path / "out" / file).read_bytes() == (golden.folder / file).read_bytes()
 
@@ -63,8 +70,9 @@ def sharded(folder: Path, config: dict, tensors: dict[str, np.ndarray], shards: 
         )
         weight_map |= dict.fromkeys(names[i::shards], file)
     total = sum(t.nbytes for t in tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    metadata = {"total_size": total, "total_parameters": total // 4}  # as transformers 5 writes it
+    index = {"weight_map": dict(sorted(weight_map.items())), "metadata": metadata}
+    (folder / INDEX).write_text(json.dumps(index, indent=1))
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -77,17 +85,21 @@ def test_round_trip_of_a_sharded_set_with_its_tokenizer(tmp_path):
     (source / "generation_config.json").write_text('{"eos_token_id": 0}')
     (source / "modeling_laneformer.py").write_text("raise SystemExit('remote code was run')")
     convert.import_lanes(source, tmp_path / "native")
-    convert.export_lanes(tmp_path / "native", tmp_path / "out")
+    convert.export(tmp_path / "native", tmp_path / "out")
     before, after = files_of(source), files_of(tmp_path / "out")
     assert "modeling_laneformer.py" not in after
     del before["modeling_laneformer.py"], after["README.md"]
     assert after == before
+    # Dealt anew, nothing is left of the old index.
+    convert.export(tmp_path / "native", tmp_path / "one", shard_bytes=10**9)
+    assert (tmp_path / "one" / SINGLE).exists()
+    assert not (tmp_path / "one" / INDEX).exists()
 
 
 def test_exported_shards_have_the_public_layout(tmp_path):
     golden = goldens.load_golden(Path(__file__).parents[2] / "golden" / goldens.COMMITTED)
     convert.import_lanes(golden.folder, tmp_path / "native")
-    convert.export_lanes(tmp_path / "native", tmp_path / "out", shard_bytes=300_000)
+    convert.export(tmp_path / "native", tmp_path / "out", shard_bytes=300_000)
     index = json.loads((tmp_path / "out" / INDEX).read_text())
     files = sorted(set(index["weight_map"].values()))
     assert files == [
@@ -114,8 +126,8 @@ def test_exported_shards_have_the_public_layout(tmp_path):
 def test_dtype_changes_on_the_way(tmp_path):
     golden = goldens.load_golden(Path(__file__).parents[2] / "golden" / goldens.COMMITTED)
     convert.import_lanes(golden.folder, tmp_path / "native", dtype="bfloat16")
-    convert.export_lanes(tmp_path / "native", tmp_path / "bf16")
-    convert.export_lanes(tmp_path / "native", tmp_path / "f32", dtype="float32")
+    convert.export(tmp_path / "native", tmp_path / "bf16")
+    convert.export(tmp_path / "native", tmp_path / "f32", dtype="float32")
     bf16, f32 = TensorFolder(tmp_path / "bf16"), TensorFolder(tmp_path / "f32")
     for name, value in golden.weights.items():
         rounded = value.astype(bf16.specs[name].dtype)
@@ -124,3 +136,50 @@ def test_dtype_changes_on_the_way(tmp_path):
         np.testing.assert_array_equal(f32.read(name), rounded.astype(np.float32))
     assert json.loads((tmp_path / "bf16/config.json").read_text())["torch_dtype"] == "bfloat16"
     assert json.loads((tmp_path / "f32/config.json").read_text())["torch_dtype"] == "float32"
+
+
+def test_memory_used_again_holds_each_group_until_the_next(tmp_path):
+    golden = goldens.load_golden(Path(__file__).parents[2] / "golden" / goldens.COMMITTED)
+    convert.import_lanes(golden.folder, tmp_path / "native")
+    for source in (LaneFolder(golden.folder), NativeCheckpoint(tmp_path / "native")):
+        seen = []
+        for group, params in read_ahead(source):
+            seen.append(group)
+            for path, value in params.items():
+                name = path if path.startswith("lm_head.") else f"model.{path}"
+                np.testing.assert_array_equal(value, golden.weights[name], err_msg=name)
+        assert seen == [
+            "embedding",
+            *(f"layer_{i:03d}" for i in range(golden.config["num_hidden_layers"])),
+            "head",
+        ]
+
+
+@given(st.lists(st.tuples(st.integers(0, 70), st.sampled_from(sorted(DTYPES))), max_size=12))
+@settings(max_examples=30, deadline=None)
+def test_scratch_arrays_do_not_overlap(asked):
+    scratch = Scratch(1000)
+    for _ in range(2):
+        arrays = [scratch.array((size,), DTYPES[code]) for size, code in asked]
+        for i, array in enumerate(arrays):
+            array.view(np.uint8)[:] = i
+        for i, array in enumerate(arrays):
+            assert array.dtype == DTYPES[asked[i][1]]
+            assert (array.view(np.uint8) == i).all()
+        scratch.clear()
+
+
+def test_orbax_reads_the_plain_files_and_the_manifest_tells_them(tmp_path):
+    golden = goldens.load_golden(Path(__file__).parents[2] / "golden" / goldens.COMMITTED)
+    convert.import_lanes(golden.folder, tmp_path / "native", dtype="bfloat16")
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        found = checkpointer.restore(tmp_path / "native" / "layer_002")
+    path = "layers.2.attention.wk.weight"
+    want = golden.weights[f"model.{path}"].astype(DTYPES["BF16"])
+    assert np.asarray(found[path]).tobytes() == want.tobytes()
+    files = json.loads((tmp_path / "native" / MANIFEST).read_text())["files"]
+    told = files[f"layer_002/{path}/0.0.0"]
+    assert told == {"size": want.nbytes, "crc32": zlib.crc32(want.tobytes())}
+    for name, entry in files.items():
+        content = (tmp_path / "native" / name).read_bytes()
+        assert entry == {"size": len(content), "crc32": zlib.crc32(content)}, name

@@ -110,6 +110,46 @@ def test_header_that_lies(folder, lie, capsys):
     assert f"{folder / SINGLE}: not a whole safetensors file" in refused(folder, capsys)
 
 
+@pytest.mark.parametrize("length", [1 << 60, (1 << 64) - 1])
+def test_header_length_beyond_all_memory(folder, length, capsys):
+    raw = (folder / SINGLE).read_bytes()
+    (folder / SINGLE).write_bytes(struct.pack("<Q", length) + raw[8:])
+    assert f"{folder / SINGLE}: not a whole safetensors file" in refused(folder, capsys)
+
+
+@pytest.mark.parametrize("name", [SINGLE, INDEX, "config.json"])
+@pytest.mark.parametrize("kind", ["folder", "dangling", "loop"])
+def test_what_should_be_a_file_is_none(folder, name, kind, capsys):
+    (folder / name).unlink(missing_ok=True)
+    if kind == "folder":
+        (folder / name).mkdir()
+    else:
+        (folder / name).symlink_to(name if kind == "loop" else folder / "nowhere")
+    if name == INDEX and kind != "folder":
+        return  # a link to nothing is no index: the single file is read
+    assert name in refused(folder, capsys)
+
+
+def test_empty_and_eight_bit_tensors_are_named(tmp_path, capsys):
+    import ml_dtypes
+
+    for name, value, told in (
+        ("empty", np.zeros((0, 4, 64), np.float32), f"{WK} is [0, 4, 64], must be [8, 4, 64]"),
+        ("f8", GOLDEN.weights[WK].astype(ml_dtypes.float8_e4m3fn), f"tensor {WK} is F8_E4M3;"),
+    ):
+        (tmp_path / name).mkdir()
+        folder = write(tmp_path / name / "source", {**GOLDEN.weights, WK: value})
+        assert told in refused(folder, capsys)
+
+
+def test_a_misspelt_key_is_warned_of(folder, tmp_path):
+    config = {**GOLDEN.config, "broadcast_dely": 3}
+    (folder / "config.json").write_text(json.dumps(config))
+    told = r"config.json: 'broadcast_dely' is not known .*did you mean 'broadcast_delay'\?"
+    with pytest.warns(UserWarning, match=told):
+        Laneformer.from_pretrained(folder)
+
+
 def test_missing_extra_and_misshapen_tensors_are_all_named(tmp_path, capsys):
     tensors = dict(GOLDEN.weights)
     del tensors["model.layers.1.ffn_norm.weight"], tensors["lm_head.weight"]
@@ -263,7 +303,7 @@ def test_tied_heads_as_the_config_says(tmp_path, capsys):
     with pytest.warns(UserWarning, match=r"lm_head.weight differs from .* ties them"):
         np.testing.assert_array_equal(Laneformer.from_pretrained(other)(ids), want)
     convert.import_lanes(present, tmp_path / "native")
-    convert.export_lanes(tmp_path / "native", tmp_path / "out")
+    convert.export(tmp_path / "native", tmp_path / "out")
     assert "lm_head.weight" not in TensorFolder(tmp_path / "out").specs
     capsys.readouterr()
     (tmp_path / "alone").mkdir()
@@ -364,5 +404,5 @@ def test_a_killed_import_can_be_rerun_and_leaves_nothing(folder, tmp_path):
     time.sleep(0.1)
     convert.import_lanes(folder, tmp_path / "out")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "source"]
-    convert.export_lanes(tmp_path / "out", tmp_path / "again")
+    convert.export(tmp_path / "out", tmp_path / "again")
     assert (tmp_path / "again" / SINGLE).read_bytes() == (folder / SINGLE).read_bytes()

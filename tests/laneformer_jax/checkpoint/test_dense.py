@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from laneformer_jax import LaneformerConfig, cli
-from laneformer_jax.checkpoint import convert, dense, native, sources
+from laneformer_jax.checkpoint import convert, dense, families, native, slices, sources
 from laneformer_jax.errors import UserError
 
 
@@ -103,7 +103,7 @@ def test_dense_lanes_of_every_head_and_norm_become_a_llama(name, request, tmp_pa
         golden = goldens.golden_of(request, name)
         convert.import_lanes(golden.folder, tmp_path / "lanes")
         model = native.load_model(tmp_path / "lanes")
-    convert.export_dense(tmp_path / "lanes", tmp_path / "out", check=True)
+    convert.export(tmp_path / "lanes", tmp_path / "out", check=True, layout="llama")
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written["architectures"] == ["LlamaForCausalLM"]
     ids = np.random.default_rng(0).integers(model.config.vocab_size, size=40)
@@ -125,8 +125,8 @@ def test_dense_lanes_of_every_head_and_norm_become_a_llama(name, request, tmp_pa
 def test_lanes_that_are_not_dense_are_refused_by_name(changes, told):
     config = LaneformerConfig(num_hidden_layers=2, num_lanes=4, **changes)
     with pytest.raises(UserError, match=told):
-        dense.check_dense(config)
-    dense.check_dense(
+        families.check_dense(config)
+    families.check_dense(
         dataclasses.replace(config, num_lanes=1, swa_layers=None, sliding_window=None)
     )
 
@@ -150,18 +150,18 @@ def test_lanes_that_are_not_dense_are_refused_by_name(changes, told):
 )
 def test_what_lanes_cannot_express_is_refused_by_name(changes, told):
     with pytest.raises(UserError, match=told):
-        dense.lane_config({**FAMILIES["llama"], "head_dim": 6, **changes}, 8, 2)
+        families.lane_config({**FAMILIES["llama"], "head_dim": 6, **changes}, 8, 2)
 
 
 def test_a_missing_key_and_explicit_nulls():
     values = dict(FAMILIES["mistral"])
-    assert dense.lane_config(values, 4, 2).window(1) == 9
-    assert dense.lane_config({**values, "sliding_window": None}, 4, 2).window(1) is None
+    assert families.lane_config(values, 4, 2).window(1) == 9
+    assert families.lane_config({**values, "sliding_window": None}, 4, 2).window(1) is None
     del values["sliding_window"]
-    assert dense.lane_config(values, 4, 2).window(1) == 4096
+    assert families.lane_config(values, 4, 2).window(1) == 4096
     del values["hidden_size"]
     with pytest.raises(UserError, match="hidden_size: missing"):
-        dense.lane_config(values, 4, 2)
+        families.lane_config(values, 4, 2)
 
 
 def test_llama3_rope_in_both_spellings():
@@ -172,9 +172,11 @@ def test_llama3_rope_in_both_spellings():
         high_freq_factor=4.0,
         original_max_position_embeddings=64,
     )
-    old = dense.lane_config({**FAMILIES["llama"], "rope_theta": 5e5, "rope_scaling": scaling}, 4, 2)
+    old = families.lane_config(
+        {**FAMILIES["llama"], "rope_theta": 5e5, "rope_scaling": scaling}, 4, 2
+    )
     values = {k: v for k, v in FAMILIES["llama"].items() if k != "rope_theta"}
-    new = dense.lane_config({**values, "rope_parameters": {**scaling, "rope_theta": 5e5}}, 4, 2)
+    new = families.lane_config({**values, "rope_parameters": {**scaling, "rope_theta": 5e5}}, 4, 2)
     assert old == new
     assert old.rope_scaling.factor == 8.0
     assert old.rope_theta == 5e5
@@ -191,14 +193,14 @@ def test_biased_tensors_are_named(tmp_path):
 @pytest.mark.parametrize("head_size", [2, 6, 96])
 def test_rope_rows_of_a_known_matrix(head_size):
     rows = np.arange(3 * head_size * 2).reshape(3 * head_size, 2)
-    there = dense.interleave(rows, head_size)
+    there = slices.interleave(rows, head_size)
     half = head_size // 2
     for head in range(3):
         for i in range(half):
             base = head * head_size
             np.testing.assert_array_equal(there[base + 2 * i], rows[base + i])
             np.testing.assert_array_equal(there[base + 2 * i + 1], rows[base + half + i])
-    np.testing.assert_array_equal(dense.deinterleave(there, head_size), rows)
+    np.testing.assert_array_equal(slices.deinterleave(there, head_size), rows)
 
 
 @given(
@@ -222,15 +224,15 @@ def test_split_then_merge_is_the_identity(lanes, per_lane, half, group, data):
         qk_norm=data.draw(st.booleans()),
         num_lanes=lanes,
     )
-    shapes = dense.dense_shapes(config, 1)
+    shapes = slices.dense_shapes(config, 1)
     rng = np.random.default_rng(data.draw(st.integers(0, 1000)))
     for paths in native.grouped(sources.flat_shapes(config)).values():
-        flat = {p: rng.normal(size=shapes[dense.dense_name(p)]) for p in paths}
-        lanes_of = dense.split_group(config, flat)
+        flat = {p: rng.normal(size=shapes[slices.dense_name(p)]) for p in paths}
+        lanes_of = slices.split_group(config, flat)
         assert {p: v.shape for p, v in lanes_of.items()} == paths
-        back = dense.merge_group(config, lanes_of, 1)
+        back = slices.merge_group(config, lanes_of, 1)
         for path, value in flat.items():
-            np.testing.assert_array_equal(back[dense.dense_name(path)], value, err_msg=path)
+            np.testing.assert_array_equal(back[slices.dense_name(path)], value, err_msg=path)
 
 
 def test_copied_kv_heads_stay_copies_until_trained(tmp_path):
@@ -242,7 +244,7 @@ def test_copied_kv_heads_stay_copies_until_trained(tmp_path):
     weight = model.layers[1].attention.wk.weight
     weight.set_value(weight[...].at[3].add(1.0))
     native.save_inference(tmp_path / "trained", model)
-    convert.export_dense(tmp_path / "trained", tmp_path / "out", check=True)
+    convert.export(tmp_path / "trained", tmp_path / "out", check=True, layout="llama")
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written["num_key_value_heads"] == 8
 

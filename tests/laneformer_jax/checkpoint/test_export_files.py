@@ -57,20 +57,20 @@ def checkpoint(folder: Path, config: LaneformerConfig, tokenizer: Path, rows: in
 def test_padding_of_the_vocabulary_is_trimmed(tmp_path, tokenizer, head):
     config = LaneformerConfig(vocab_size=320, lm_head_type=head, **SMALL)
     params = checkpoint(tmp_path / "native", config, tokenizer)
-    convert.export_lanes(tmp_path / "native", tmp_path / "out")
+    convert.export(tmp_path / "native", tmp_path / "out")
     assert json.loads((tmp_path / "out/config.json").read_text())["vocab_size"] == ENTRIES
     found = load_file(tmp_path / "out/model.safetensors")
     name = "lm_head.weight" if head == "replicate" else "lm_head.linear.weight"
     for tensor, path in (("model.tok_embeddings.weight", "tok_embeddings.weight"), (name, name)):
         np.testing.assert_array_equal(found[tensor], params[path][:ENTRIES])
-    convert.export_lanes(tmp_path / "native", tmp_path / "all", vocab_size=320)
+    convert.export(tmp_path / "native", tmp_path / "all", vocab_size=320)
     assert json.loads((tmp_path / "all/config.json").read_text())["vocab_size"] == 320
 
 
 def test_rows_beyond_the_config_are_padding_too(tmp_path, tokenizer):
     config = LaneformerConfig(vocab_size=ENTRIES, **SMALL)
     params = checkpoint(tmp_path / "native", config, tokenizer, rows=30)
-    convert.export_lanes(tmp_path / "native", tmp_path / "out", check=True)
+    convert.export(tmp_path / "native", tmp_path / "out", check=True)
     found = load_file(tmp_path / "out/model.safetensors")
     np.testing.assert_array_equal(found["lm_head.weight"], params["lm_head.weight"][:ENTRIES])
 
@@ -78,19 +78,19 @@ def test_rows_beyond_the_config_are_padding_too(tmp_path, tokenizer):
 def test_a_vocab_parallel_head_is_never_cut(tmp_path, tokenizer):
     config = LaneformerConfig(vocab_size=320, lm_head_type="vocab_parallel", **SMALL)
     checkpoint(tmp_path / "native", config, tokenizer)
-    convert.export_lanes(tmp_path / "native", tmp_path / "out")
+    convert.export(tmp_path / "native", tmp_path / "out")
     assert json.loads((tmp_path / "out/config.json").read_text())["vocab_size"] == 320
     with pytest.raises(UserError, match="vocab_parallel head cannot be cut"):
-        convert.export_lanes(tmp_path / "native", tmp_path / "cut", vocab_size=300)
+        convert.export(tmp_path / "native", tmp_path / "cut", vocab_size=300)
     with pytest.raises(UserError, match="340 exceeds the checkpoint's 320"):
-        convert.export_lanes(tmp_path / "native", tmp_path / "more", vocab_size=340)
+        convert.export(tmp_path / "native", tmp_path / "more", vocab_size=340)
     assert not (tmp_path / "cut").exists()
 
 
 def test_a_trained_checkpoint_brings_card_template_and_generation_config(tmp_path, tokenizer):
     config = LaneformerConfig(vocab_size=ENTRIES, bos_token_id=1, eos_token_id=2, **SMALL)
     checkpoint(tmp_path / "native", config, tokenizer)
-    report = convert.export_lanes(tmp_path / "native", tmp_path / "out")
+    report = convert.export(tmp_path / "native", tmp_path / "out")
     out = tmp_path / "out"
     assert (out / "tokenizer.model").read_bytes() == (tokenizer / "tokenizer.model").read_bytes()
     assert all(

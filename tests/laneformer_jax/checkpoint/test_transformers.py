@@ -6,7 +6,7 @@ import dense_llama
 import numpy as np
 import pytest
 
-from laneformer_jax.checkpoint import convert, dense
+from laneformer_jax.checkpoint import convert, dense, families
 from laneformer_jax.checkpoint.tensorfile import TensorFolder
 
 torch = pytest.importorskip("torch", reason="needs the `peer` extra: pip install -e .[peer]")
@@ -57,7 +57,7 @@ def test_transformers_gives_the_same_logits(family, tmp_path, lane_logits):
         got = lane_logits(dense.DenseFolder(folder, lanes, 2), ids)
         np.testing.assert_allclose(got, want, atol=1e-4, rtol=0, err_msg=f"{lanes} lanes")
     convert.import_dense(folder, tmp_path / "lanes", lanes=8, delay=2)
-    convert.export_dense(tmp_path / "lanes", tmp_path / "out")
+    convert.export(tmp_path / "lanes", tmp_path / "out", layout="llama")
     exported = TensorFolder(tmp_path / "out")
     assert exported.specs.keys() == tensors.keys()
     for tensor, value in tensors.items():
@@ -67,13 +67,33 @@ def test_transformers_gives_the_same_logits(family, tmp_path, lane_logits):
     np.testing.assert_array_equal(back, want)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_that_transformers_wrote(family, tmp_path, lane_logits):
+    """In its own spelling: `rope_parameters` from version 5 on."""
+    config = {**FAMILIES[family], "rope_theta": 5e5}
+    dense_llama.write(tmp_path / "ours", config, dense_llama.random_tensors(config, seed=3))
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", attn_implementation="eager", dtype=torch.float32
+    )
+    model.save_pretrained(tmp_path / "theirs")
+    written = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    new = int(transformers.__version__.partition(".")[0]) >= 5
+    assert ("rope_parameters" in written, "dtype" in written) == (new, True)
+    ids = np.random.default_rng(0).integers(config["vocab_size"], size=300)
+    with torch.no_grad():
+        want = model.eval()(torch.from_numpy(ids)[None]).logits[0].numpy()
+    source = dense.DenseFolder(tmp_path / "theirs", 4, 2)
+    assert source.config.rope_theta == 5e5
+    np.testing.assert_allclose(lane_logits(source, ids), want, atol=1e-4, rtol=0)
+
+
 def test_an_exported_config_reads_as_the_class_it_names(tmp_path):
     for family, config in FAMILIES.items():
-        split = dense.lane_config(config, 4, 2)
+        split = families.lane_config(config, 4, 2)
         folder = tmp_path / family
         folder.mkdir()
         (folder / "config.json").write_text(
-            dense.dense_config_text(split, config["num_key_value_heads"], "float32")
+            families.dense_config_text(split, config["num_key_value_heads"], "float32")
         )
         ours = transformers.AutoConfig.from_pretrained(folder)
         kind = {"llama": "Llama", "mistral": "Mistral", "qwen3": "Qwen3"}[config["model_type"]]
