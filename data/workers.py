@@ -46,7 +46,9 @@ class Workers:
             UserError: as the encoder does, or when a worker has died.
         """
         if self._processes is None:
-            documents = order.map(self.encoders[source])[position:]
+            documents = order.map(self.encoders[source])
+            if position:  # a slice costs on every access
+                documents = documents[position:]
             options = grain.ReadOptions(self._threads, _READ_BUFFER)
             return iter(documents.to_iter_dataset(options))
         chunks = (
