@@ -127,9 +127,9 @@ class Backend:
     def sync_programs(self, counter: Ref, programs: int) -> None:
         """All programs of this launch meet; all of them must fit on the GPU at once.
 
-        counter: int32 [1], a multiple of `programs` at launch; it grows by that much at every meeting and
-        may do so 2³¹ / `programs` times. The interpreter runs one program after another, so that only one
-        can meet.
+        counter: int32, its first number a multiple of `programs` at launch; it grows by that much at
+        every meeting and may do so 2³¹ / `programs` times. The interpreter runs one program after
+        another, so that only one can meet.
         """
         if self.interpret and programs > 1:
             raise NotImplementedError("programs that run one after another cannot meet")

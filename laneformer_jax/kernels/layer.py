@@ -43,7 +43,7 @@ class Scratch(NamedTuple):
     between_LD: jax.Array  # streams after attention
     gated_LF: jax.Array
     parts: jax.Array  # `attention.empty_counter`
-    meetings: jax.Array  # int32 [1]
+    meetings: jax.Array  # int32 [L], of which the first counts: split over devices as the others
 
 
 class Output(NamedTuple):
@@ -79,7 +79,7 @@ def empty_scratch(
         jnp.zeros(streams, dtype),
         jnp.zeros((lanes, neurons), dtype),
         attention.empty_counter(lanes, kv_heads),
-        jnp.zeros((1,), jnp.int32),
+        jnp.zeros((lanes,), jnp.int32),
     )
 
 

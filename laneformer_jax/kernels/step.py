@@ -112,49 +112,95 @@ def layers_step(
     x_LD = jnp.broadcast_to(lanes.enter(row_D), (local_lanes, *row_D.shape))
     cos_BSh, sin_BSh = rope.angles(position[None, None], cfg)
     angles = (cos_BSh[0, 0], sin_BSh[0, 0])
-    exchange = _Exchange(cfg, lanes)
-    y_dtype = jnp.float32 if lanes.axis is not None and local_lanes == 1 else None
+    alone = lanes.axis is not None and local_lanes == 1
+    run = _Token(
+        b, tuning, cfg, angles, position, _Exchange(cfg, lanes), jnp.float32 if alone else None
+    )
     keys, values, scratch = list(state.keys), list(state.values), state.scratch
     for i, module in enumerate(model.layers):
-        w = _weights(module)
-        cache = (keys[i], values[i], position)
-        if isinstance(scratch, Scratch) and not cfg.sums_now(i):
-            out = layer(
-                b,
-                x_LD,
-                w,
-                cfg.norm_eps,
-                angles,
-                *cache,
-                cfg.window(i),
-                (exchange.rule(i, ATTENTION), exchange.rule(i, MLP)),
-                scratch,
-                tuning,
-                y_dtype,
-            )
-            exchange.queue(i, ATTENTION, out.attention_LD, x_LD, x_LD)  # the streams are in `out`
-            x_LD = exchange.queue(i, MLP, out.mlp_LD, x_LD, out.x_LD)
-            scratch = out.scratch
-            keys[i], values[i] = out.keys_LKTd, out.values_LKTd
-            continue
-        counter = scratch.parts if isinstance(scratch, Scratch) else scratch
-        q_LO, keys[i], values[i] = qkv.qkv(b, x_LD, w.qkv, cfg.norm_eps, angles, *cache, tuning.qkv)
-        heard_LO, counter = attention.attend(
-            b, q_LO, keys[i], values[i], position, cfg.window(i), counter, tuning.attention
-        )
-        scratch = scratch._replace(parts=counter) if isinstance(scratch, Scratch) else counter
-        rule = exchange.rule(i, ATTENTION)
-        after_LD, y_LD = project.project(
-            b, x_LD, heard_LO, w.wo_LDI, rule, "attention_out", tuning.out, y_dtype
-        )
-        x_LD = exchange.queue(i, ATTENTION, y_LD, x_LD, after_LD)
-        gated_LF = gate_up.gate_up(b, x_LD, w.gate_up, cfg.norm_eps, tuning.gate_up)
-        rule = exchange.rule(i, MLP)
-        after_LD, y_LD = project.project(
-            b, x_LD, gated_LF, w.w2_LDI, rule, "mlp_down", tuning.down, y_dtype
-        )
-        x_LD = exchange.queue(i, MLP, y_LD, x_LD, after_LD)
+        cache, w = (keys[i], values[i]), _weights(module)
+        if not isinstance(scratch, Scratch):
+            x_LD, keys[i], values[i], scratch = _piecewise(run, i, x_LD, w, *cache, scratch)
+        elif cfg.sums_now(i):  # which no launch can wait for
+            x_LD, keys[i], values[i], parts = _piecewise(run, i, x_LD, w, *cache, scratch.parts)
+            scratch = scratch._replace(parts=parts)
+        else:
+            x_LD, keys[i], values[i], scratch = _whole(run, i, x_LD, w, *cache, scratch)
     return x_LD, State(tuple(keys), tuple(values), scratch)
+
+
+class _Token(NamedTuple):
+    """What all layers of one token share."""
+
+    b: Backend
+    tuning: Tuning
+    config: LaneformerConfig
+    angles: tuple[jax.Array, jax.Array]
+    position: jax.Array
+    exchange: _Exchange
+    y_dtype: jnp.dtype | None  # float32 where a module's output goes straight into an all-reduce
+
+
+def _piecewise(
+    run: _Token,
+    i: int,
+    x_LD: jax.Array,
+    w: Weights,
+    keys_LKTd: jax.Array,
+    values_LKTd: jax.Array,
+    counter: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Layer i in five launches: streams, cache, counter."""
+    b, t, eps, exchange = run.b, run.tuning, run.config.norm_eps, run.exchange
+    q_LO, keys_LKTd, values_LKTd = qkv.qkv(
+        b, x_LD, w.qkv, eps, run.angles, keys_LKTd, values_LKTd, run.position, t.qkv
+    )
+    window = run.config.window(i)
+    heard_LO, counter = attention.attend(
+        b, q_LO, keys_LKTd, values_LKTd, run.position, window, counter, t.attention
+    )
+    rule = exchange.rule(i, ATTENTION)
+    after_LD, y_LD = project.project(
+        b, x_LD, heard_LO, w.wo_LDI, rule, "attention_out", t.out, run.y_dtype
+    )
+    x_LD = exchange.queue(i, ATTENTION, x_LD, y_LD, after_LD)
+    gated_LF = gate_up.gate_up(b, x_LD, w.gate_up, eps, t.gate_up)
+    rule = exchange.rule(i, MLP)
+    after_LD, y_LD = project.project(
+        b, x_LD, gated_LF, w.w2_LDI, rule, "mlp_down", t.down, run.y_dtype
+    )
+    return exchange.queue(i, MLP, x_LD, y_LD, after_LD), keys_LKTd, values_LKTd, counter
+
+
+def _whole(
+    run: _Token,
+    i: int,
+    x_LD: jax.Array,
+    w: Weights,
+    keys_LKTd: jax.Array,
+    values_LKTd: jax.Array,
+    scratch: Scratch,
+) -> tuple[jax.Array, jax.Array, jax.Array, Scratch]:
+    """Layer i in one launch: streams, cache, scratch."""
+    exchange = run.exchange
+    out = layer(
+        run.b,
+        x_LD,
+        w,
+        run.config.norm_eps,
+        run.angles,
+        keys_LKTd,
+        values_LKTd,
+        run.position,
+        run.config.window(i),
+        (exchange.rule(i, ATTENTION), exchange.rule(i, MLP)),
+        scratch,
+        run.tuning,
+        run.y_dtype,
+    )
+    for module, y_LD in ((ATTENTION, out.attention_LD), (MLP, out.mlp_LD)):
+        x_LD = exchange.queue(i, module, x_LD, y_LD, out.x_LD)
+    return x_LD, out.keys_LKTd, out.values_LKTd, out.scratch
 
 
 def head_step(
@@ -254,8 +300,8 @@ class _Exchange:
         self,
         layer: int,
         module: str,
-        y_LD: jax.Array,
         x_LD: jax.Array,
+        y_LD: jax.Array,
         after_LD: jax.Array,
     ) -> jax.Array:
         """Put raw outputs on their way. Streams after the module: `after`, or where all lanes sum at

@@ -17,7 +17,16 @@ def interpreter() -> Backend:
 def small() -> Tuning:
     """Several blocks of everything at the sizes of these tests, and fewer than four tiles a row only in
     some: both ways through a matrix row are taken."""
-    rows = Rows(rows=8, columns=16, launch=LAUNCH)
+    return of_blocks(Rows(rows=8, columns=16, launch=LAUNCH))
+
+
+@pytest.fixture(scope="session")
+def quick() -> Tuning:
+    """A whole row at once, which compiles in half the time."""
+    return of_blocks(Rows(rows=16, columns=64, launch=LAUNCH))
+
+
+def of_blocks(rows: Rows) -> Tuning:
     return Tuning(
         qkv=rows,
         attention=Keys(splits=4, keys=16, launch=LAUNCH),

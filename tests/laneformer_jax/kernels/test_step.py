@@ -39,9 +39,9 @@ def build(dtype=jnp.float32, **overrides):
 
 
 def by_model(model):
-    """Logits [token, V] of the plain path, one token at a time against a cache."""
+    """Logits [token, V] of the decode loop's plain path, one token at a time against its cache."""
     graphdef, params = nnx.split(model)
-    lanes = model.local_lanes()
+    config, lanes = model.config, model.local_lanes()
 
     @jax.jit
     def run(params, token, cache):
@@ -50,7 +50,7 @@ def by_model(model):
         return model.logits(x_LBSD, lanes)[0, 0], cache
 
     dtype = model.tok_embeddings.weight.dtype
-    cache = RingCache.empty(model.config, 1, len(TOKENS), 1, dtype, model.config.num_lanes)
+    cache = RingCache.empty(config, 1, len(TOKENS), 1, dtype, config.num_lanes)
     logits = []
     for token in TOKENS:
         one, cache = run(params, token, cache)
@@ -103,18 +103,19 @@ EARLY = dict(
 
 
 @pytest.mark.parametrize("overrides", [dict(), pytest.param(EARLY, marks=pytest.mark.slow)])
-def test_float32(interpreter, small, overrides):
+def test_float32(interpreter, quick, overrides):
     model = build(**overrides)
-    logits, tokens = by_kernels(model, interpreter, small)
+    logits, tokens = by_kernels(model, interpreter, quick)
     want = by_model(model)
     np.testing.assert_allclose(logits, want, atol=1e-5 * np.abs(want).max())
     assert tokens == want.argmax(-1).tolist()
 
 
-def test_bfloat16_within_round_off(interpreter, small):
+@pytest.mark.slow
+def test_bfloat16_within_round_off(interpreter, quick):
     """As far from the float32 result as the model's own bfloat16 path, and no further."""
     model = build(jnp.bfloat16)
-    logits, tokens = by_kernels(model, interpreter, small)
+    logits, tokens = by_kernels(model, interpreter, quick)
     want = by_model(model)
     wide = build()
     nnx.update(wide, jax.tree.map(lambda x: x.astype(jnp.float32), nnx.state(model)))
@@ -125,9 +126,9 @@ def test_bfloat16_within_round_off(interpreter, small):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", [dict(), EARLY])
-def test_a_launch_per_layer(interpreter, small, overrides):
+def test_a_launch_per_layer(interpreter, quick, overrides):
     model = build(**overrides)
-    logits, tokens = by_kernels(model, interpreter, small, whole_layers=small)
+    logits, tokens = by_kernels(model, interpreter, quick, whole_layers=quick)
     want = by_model(model)
     np.testing.assert_allclose(logits, want, atol=1e-5 * np.abs(want).max())
     assert tokens == want.argmax(-1).tolist()
@@ -135,21 +136,21 @@ def test_a_launch_per_layer(interpreter, small, overrides):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [8, 2])
-def test_lanes_over_devices_equal_one_device(interpreter, small, devices):
+def test_lanes_over_devices_equal_one_device(interpreter, quick, devices):
     """With one lane a device, and with four: delayed sums by all-reduce, the head by vocabulary."""
     model = build()
-    logits, tokens = by_kernels(model, interpreter, small, make_mesh(lane=devices))
+    logits, tokens = by_kernels(model, interpreter, quick, make_mesh(lane=devices))
     want = by_model(model)
     np.testing.assert_allclose(logits, want, atol=1e-5 * np.abs(want).max())
     assert tokens == want.argmax(-1).tolist()
 
 
 @pytest.mark.slow
-def test_a_step_of_the_decode_loop(interpreter, small):
+def test_a_step_of_the_decode_loop(interpreter, quick):
     """Layers alone on the engine's cache: prefill by the plain path, then tokens by the kernels."""
     model = build()
     config, lanes = model.config, model.local_lanes()
-    one = jax.jit(step.over_cache(interpreter, small, xla_step), static_argnums=1)
+    one = jax.jit(step.over_cache(interpreter, quick, xla_step), static_argnums=1)
     cache = plain = RingCache.empty(config, 1, 32, 8, jnp.float32, config.num_lanes)
     x_LBSD, cache = one(model, lanes, TOKENS[None, :8], cache)
     want, plain = xla_step(model, lanes, TOKENS[None, :8], plain)
