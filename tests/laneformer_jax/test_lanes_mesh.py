@@ -274,12 +274,14 @@ def waits(jaxpr, paths):
     """
     sums = {}  # variable -> sums it depends on
     constants = len(jaxpr.invars) - len(paths) - 3
-    weight = dict(zip(jaxpr.invars[constants:], paths, strict=False))  # variable -> made of which
+    # Variable -> the parameters, and nothing else, that it is made of: a linear carries out its norm's
+    # scale, and projections of one input may be joined.
+    weight = {v: {path} for v, path in zip(jaxpr.invars[constants:], paths, strict=False)}
     found, count = {}, 0
     for eqn in jaxpr.eqns:
         inputs = [v for v in eqn.invars if not hasattr(v, "val")]
         depends = set().union(*(sums.get(v, ()) for v in inputs))
-        weights = {weight[v] for v in inputs if v in weight}
+        weights = set().union(*(weight[v] for v in inputs if v in weight))
         others = [v for v in inputs if v not in weight]
         for path in weights if others else ():
             found.setdefault(path, set()).update(depends)
@@ -287,8 +289,8 @@ def waits(jaxpr, paths):
             depends = depends | set(range(count, count + len(eqn.outvars)))
             count += len(eqn.outvars)
         for v in eqn.outvars:
-            if weights and not others and len(weights) == 1:
-                (weight[v],) = weights
+            if weights and not others:
+                weight[v] = weights
             else:
                 sums[v] = depends
     return found, count
