@@ -129,7 +129,8 @@ class Laneformer(nnx.Module):
         dtype = self.tok_embeddings.weight.dtype
         path = choose(batch, seq, cfg.head_size, dtype, whole, device_kind())
         masked = path == "plain" or (path == "cudnn" and not whole)
-        windows = {cfg.window(i) for i in range(cfg.num_hidden_layers)}
+        # Not a set, which every process would go through in an order, and a program, of its own.
+        windows = dict.fromkeys(cfg.window(i) for i in range(cfg.num_hidden_layers))
         masks = {w: sight.mask(seq, w) if masked else None for w in windows}
         cos_BSh, sin_BSh = rope.angles(positions_BS, cfg)
 
