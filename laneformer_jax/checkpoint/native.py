@@ -290,13 +290,24 @@ def read_config(path: str | Path) -> LaneformerConfig:
 
 
 def stored(path: str | Path, group: str) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shape and dtype of what a group of a checkpoint folder holds, on the first device."""
+    """Shape and dtype of what a group of a checkpoint folder holds, on the first device.
+
+    Raises UserError when the group is missing or cannot be read.
+    """
     single = SingleDeviceSharding(jax.local_devices()[0])
     with ocp.StandardCheckpointer() as checkpointer:
-        tree = checkpointer.metadata(Path(path).resolve() / group).item_metadata.tree
+        tree = _tree(checkpointer, Path(path).resolve() / group)
     return {
         p: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=single) for p, leaf in tree.items()
     }
+
+
+def _tree(checkpointer: ocp.StandardCheckpointer, folder: Path) -> dict[str, Any]:
+    """Shape and dtype by path of an orbax item. Raises UserError for what is none."""
+    found = checkpointer.metadata(folder).item_metadata
+    if found is None:
+        raise UserError(f"{folder}: is missing, or no whole item of a checkpoint")
+    return dict(found.tree)
 
 
 def read_group(path: str | Path, group: str, target: Mapping[str, Any]) -> dict[str, jax.Array]:
@@ -306,12 +317,12 @@ def read_group(path: str | Path, group: str, target: Mapping[str, Any]) -> dict[
     arrays are cast to its dtype. All of the group's paths must be there.
 
     Raises:
-        UserError: the group lacks a tensor, or one has another shape; names all of them.
+        UserError: the group is missing or lacks a tensor, or one has another shape; names all of them.
     """
     folder = Path(path).resolve() / group
     wanted = {p: t for p, t in target.items() if group_of(p) == group}
     with ocp.StandardCheckpointer() as checkpointer:
-        stored = checkpointer.metadata(folder).item_metadata.tree
+        stored = _tree(checkpointer, folder)
         wrong = [f"{p} is missing" for p in wanted if p not in stored]
         wrong += [f"unexpected {p}" for p in stored if p not in wanted]
         wrong += [

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import shutil
 import signal
 import struct
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from laneformer_jax import Laneformer, cli
-from laneformer_jax.checkpoint import convert, native, workplace
+from laneformer_jax.checkpoint import convert, manifest, native, workplace
 from laneformer_jax.checkpoint.tensorfile import INDEX, SINGLE, TensorFolder, count_nonfinite
 from laneformer_jax.errors import UserError
 
@@ -337,6 +338,30 @@ def test_export_of_a_corrupt_checkpoint(folder, tmp_path, capsys):
     line = capsys.readouterr().err
     assert victim.name in line
     assert "checksum differs" in line
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda item, array: shutil.rmtree(item), "layer_002: is missing, or no whole item"),
+        (lambda item, array: (item / "_METADATA").unlink(), "layer_002: is missing, or no whole"),
+        (lambda item, array: os.truncate(array / "0.0.0", 10), r"wk.weight/0.0.0: cannot be read"),
+    ],
+    ids=["item", "metadata", "short"],
+)
+def test_damage_that_the_manifest_does_not_tell(folder, tmp_path, damage, told, capsys):
+    """As when someone edits a checkpoint by hand and makes the manifest anew."""
+    native_folder = tmp_path / "native"
+    convert.import_lanes(folder, native_folder)
+    item = native_folder / "layer_002"
+    damage(item, item / "layers.2.attention.wk.weight")
+    (native_folder / manifest.MANIFEST).unlink()
+    manifest.write_side_files(native_folder, {})
+    capsys.readouterr()
+    assert cli.main(["export", str(native_folder), str(tmp_path / "out")]) == 2
+    line = next(t for t in capsys.readouterr().err.splitlines() if t.startswith("error: "))
+    assert told in line
+    assert not (tmp_path / "out").exists()
 
 
 def test_verify_finds_a_tensor_that_changed_on_its_way(folder, tmp_path, monkeypatch):
