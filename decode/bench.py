@@ -12,12 +12,13 @@ import json
 import os
 import shlex
 import statistics
-import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from laneformer_jax.peer import PeerProcess, add_peer_arguments
 
 if TYPE_CHECKING:
     from decode.engine import Engine
@@ -55,13 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="tokens/s over context, as an image"
     )
-    parser.add_argument(
-        "--peer-python",
-        default=sys.executable,
-        metavar="PATH",
-        help="a Python with the extra [peer] (default: this one)",
-    )
-    parser.add_argument("--no-peer", action="store_true", help="measure without PyTorch")
+    add_peer_arguments(parser)
     parser.add_argument("--json", action="store_true", help="end with all figures as a JSON line")
 
 
@@ -327,52 +322,24 @@ class Ceiling:
             thread.join()
 
 
-class Peer:
+class Peer(PeerProcess):
     """The process with the PyTorch model; a call runs a request and tells (tokens so far, seconds)."""
 
     def __init__(self, python: str, config: Any):
-        from laneformer_jax.errors import UserError
-
         names = (
             "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
             "num_key_value_heads max_position_embeddings"
         ).split()
         script = Path(__file__).with_name("bench_peer.py")
-        self._process = subprocess.Popen(
-            [python, str(script), json.dumps({name: getattr(config, name) for name in names})],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        answer = self._read()
-        if "versions" not in answer:
-            assert self._process.stderr is not None
-            told = self._process.stderr.read().strip().splitlines()[-1:]
-            raise UserError(
-                f"bench decode: {python} cannot run the peer ({' '.join(told)}); install the extra"
-                " [peer] there, name another Python with --peer-python, or use --no-peer"
-            )
+        super().__init__("decode", python, script, {name: getattr(config, name) for name in names})
         self.what = (
-            f"transformers Llama, {answer['parameters']:,} parameters, float32, "
-            f"{answer['threads']} threads, {answer['versions']}"
+            f"transformers Llama, {self.about['parameters']:,} parameters, float32, "
+            f"{self.about['threads']} threads, {self.about['versions']}"
         )
 
     def __call__(self, prompt: int, new: int) -> list[tuple[int, float]]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"prompt": prompt, "new": new}) + "\n")
-        self._process.stdin.flush()
-        return [(i + 1, s) for i, s in enumerate(self._read()["seconds"])]
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
-
-    def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        return dict(json.loads(line)) if line else {}
+        seconds = self.ask(json.dumps({"prompt": prompt, "new": new}))["seconds"]
+        return [(i + 1, s) for i, s in enumerate(seconds)]
 
 
 def _print(figures: dict[str, Any]) -> None:

@@ -11,12 +11,13 @@ import contextlib
 import ctypes
 import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from laneformer_jax.peer import PeerProcess, add_peer_arguments
 
 # 42M parameters; lanes do not change their number.
 SHAPE: dict[str, Any] = dict(
@@ -35,13 +36,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `laneformer bench train`."""
     parser.add_argument("--rounds", type=int, default=5, help="steps of each, of which the median")
-    parser.add_argument(
-        "--peer-python",
-        default=sys.executable,
-        metavar="PATH",
-        help="a Python with the extra [peer] (default: this one)",
-    )
-    parser.add_argument("--no-peer", action="store_true", help="measure without PyTorch")
+    add_peer_arguments(parser)
     parser.add_argument("--json", action="store_true", help="end with all figures as a JSON line")
 
 
@@ -156,43 +151,13 @@ class Step:
         return time.perf_counter() - began
 
 
-class Peer:
+class Peer(PeerProcess):
     """The process with the PyTorch model; a call has it make one update and returns its seconds."""
 
     def __init__(self, python: str):
-        from laneformer_jax.errors import UserError
-
         script = Path(__file__).with_name("bench_peer.py")
-        shape = SHAPE | dict(batch=BATCH, seq=SEQ)
-        self._process = subprocess.Popen(
-            [python, str(script), json.dumps(shape)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        answer = self._read()
-        if "versions" not in answer:
-            assert self._process.stderr is not None
-            told = self._process.stderr.read().strip().splitlines()[-1:]
-            raise UserError(
-                f"bench train: {python} cannot run the peer ({' '.join(told)}); install the extra"
-                " [peer] there, name another Python with --peer-python, or use --no-peer"
-            )
-        self.versions = answer["versions"]
+        super().__init__("train", python, script, SHAPE | dict(batch=BATCH, seq=SEQ))
+        self.versions = self.about["versions"]
 
     def __call__(self) -> float:
-        assert self._process.stdin is not None
-        self._process.stdin.write("step\n")
-        self._process.stdin.flush()
-        return float(self._read()["seconds"])
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
-
-    def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        return dict(json.loads(line)) if line else {}
+        return float(self.ask("step")["seconds"])
