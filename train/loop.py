@@ -80,17 +80,20 @@ def train(
             another process is training there.
     """
     out, processes = Path(out), Processes()
-    new = not out.exists()
+    new = processes.first and not out.exists()
     with stop_on_signals() as asked, ExitStack() as stack:
         try:
             with processes.agreed():
-                out.mkdir(parents=True, exist_ok=True)
                 if processes.first:
+                    out.mkdir(parents=True, exist_ok=True)
                     stack.enter_context(_claimed(out))
+            with processes.agreed():
+                if not out.is_dir():
+                    raise UserError(f"{out}: not seen by all processes; name a shared folder")
             return _train(config, out, resume, restart_data, processes, asked)
         finally:
             stack.close()
-            if new and processes.first and not any(out.iterdir()):  # nothing began
+            if new and out.exists() and not any(out.iterdir()):  # nothing began
                 out.rmdir()
 
 

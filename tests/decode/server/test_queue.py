@@ -46,6 +46,13 @@ def begin(server, tokens=56):
     return response, response.readline().decode()
 
 
+def begin_running(server, tokens=56):
+    """The response of a streaming request that the engine has begun to answer."""
+    response, _ = begin(server, tokens)
+    server.wait(lambda: server.metric("active_requests") == 1)
+    return response
+
+
 def texts(response):
     """Texts of the events that follow, and the last event."""
     lines = [
@@ -73,7 +80,7 @@ def test_requests_are_answered_in_order(server, expected):
 
 
 def test_a_full_queue_says_when_to_try_again(server, expected):
-    waiting = [begin(server)[0] for _ in range(5)]  # one runs, four wait
+    waiting = [begin_running(server)] + [begin(server)[0] for _ in range(4)]
     with pytest.raises(openai.RateLimitError) as refused:
         server.client().completions.create(model="tiny", prompt="a")
     assert refused.value.code == "queue_full"
@@ -106,7 +113,7 @@ def test_a_client_that_leaves_mid_answer_frees_the_engine(server, slow, expected
 
 
 def test_a_client_that_leaves_while_it_waits_is_never_begun(server, expected):
-    first, _ = begin(server, 40)
+    first = begin_running(server, 40)
     drawn = server.metric("generated_tokens_total", outcome="cancelled")
     before = server.metric("requests_total", outcome="cancelled")
     queued, comment = begin(server)
@@ -173,8 +180,7 @@ def test_the_engine_failing_is_one_request_failing(loaded, engine, expected):
 
 def test_ending_tells_those_who_wait_and_lets_the_answer_finish(loaded, engine, expected):
     with serving(loaded, Slow(engine, 0.02)) as server:
-        active, _ = begin(server, 40)
-        assert active.readline() == b"\n"
+        active = begin_running(server, 40)
         waiting, _ = begin(server, 8)
         server.service.worker.close()
         assert not server.service.worker.alive
@@ -188,8 +194,7 @@ def test_ending_tells_those_who_wait_and_lets_the_answer_finish(loaded, engine, 
 
 def test_ending_at_once_says_so_in_the_stream(loaded, engine, expected):
     with serving(loaded, Slow(engine, 0.05)) as server:
-        active, _ = begin(server, 56)
-        server.wait(lambda: server.metric("active_requests") == 1)
+        active = begin_running(server, 56)
         server.service.worker.close()
         server.service.worker.cancel_active()
         parts, last = texts_or_error(active)
