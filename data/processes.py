@@ -23,6 +23,8 @@ from typing import Any
 
 from laneformer_jax.errors import UserError
 
+_PATIENCE_S = 5
+
 
 class Processes:
     """`count` processes that call `function`, of which each gets a copy when the first call comes.
@@ -67,9 +69,7 @@ def _stop(workers: Iterable[_Worker]) -> None:
     for worker in workers:
         worker.process.terminate()
     for worker in workers:
-        worker.process.join(5)
-        if worker.process.is_alive():  # stopped, or in a system call that does not return
-            worker.process.kill()
+        worker.wait()
 
 
 class _Worker:
@@ -85,7 +85,8 @@ class _Worker:
         self._asked: deque[Future[Any]] = deque()
         self._failure: Exception | None = None
         self._lock = threading.Lock()  # of the decision that no more answers come
-        threading.Thread(target=self._receive, daemon=True).start()
+        self._reader = threading.Thread(target=self._receive, daemon=True)
+        self._reader.start()
 
     def load(self) -> int:
         return len(self._asked)
@@ -101,6 +102,17 @@ class _Worker:
                 self._pipe.send(argument)
         return future
 
+    def wait(self) -> None:
+        """Until the process, which was told to end, has ended."""
+        # Only the reader waits for the process itself: of two threads that do, one is told that it
+        # still runs.
+        if self._reader is threading.current_thread():  # that of a collected iterator
+            return
+        self._reader.join(_PATIENCE_S)
+        if self._reader.is_alive():  # stopped, or in a system call that does not return
+            self.process.kill()
+            self._reader.join(_PATIENCE_S)
+
     def _receive(self) -> None:
         """Read the answers, in the order they were asked for, until the pipe ends."""
         try:
@@ -112,7 +124,7 @@ class _Worker:
                 else:
                     future.set_exception(error)
         except (EOFError, OSError):
-            self.process.join(5)
+            self.process.join(_PATIENCE_S)
             self._fail(_death(self.process))
         except Exception as error:
             self._fail(error)
