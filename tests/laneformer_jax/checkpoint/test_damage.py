@@ -382,52 +382,72 @@ def test_verify_finds_a_tensor_that_changed_on_its_way(folder, tmp_path, monkeyp
 # Interruption
 
 
-_SLOW_IMPORT = """
+_SLOW = """
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in jobs of a script
 from laneformer_jax import cli
-from laneformer_jax.checkpoint import native
-add = native.Writer.add
-def slow(self, group, params):
-    add(self, group, params)
-    if group == "layer_001":
-        print("half-way", flush=True)
-        time.sleep(60)
-native.Writer.add = slow
-sys.exit(cli.main(["import", *sys.argv[1:]]))
+from laneformer_jax.checkpoint import convert, native
+def slow(of, name, last):
+    method = getattr(of, name)
+    def slowed(self, key, value):
+        method(self, key, value)
+        if key == last:
+            print("half-way", flush=True)
+            time.sleep(60)
+    setattr(of, name, slowed)
+slow(native.Writer, "add", "layer_001")
+slow(convert.TensorWriter, "write", "model.layers.1.attention.wo.weight")
+sys.exit(cli.main(sys.argv[1:]))
 """
 
 
-def _half_way(folder: Path, target: Path) -> subprocess.Popen:
-    process = subprocess.Popen(
-        [sys.executable, "-c", _SLOW_IMPORT, str(folder), str(target)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        cwd=Path(__file__).parents[3],
-    )
-    assert process.stdout.readline() == "half-way\n"
-    return process
+@pytest.fixture
+def half_way(folder, tmp_path):
+    """Begins a conversion of `folder` and stops it in the middle: what it reads, the process."""
+
+    def begin(command):
+        source = folder
+        if command == "export":
+            convert.import_lanes(folder, source := tmp_path / "native")
+        arguments = [command, str(source), str(tmp_path / "out")]
+        process = subprocess.Popen(
+            [sys.executable, "-c", _SLOW, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            cwd=Path(__file__).parents[3],
+        )
+        assert process.stdout.readline() == "half-way\n"
+        return source, process
+
+    return begin
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_import_leaves_nothing(folder, tmp_path, number):
-    process = _half_way(folder, tmp_path / "out")
-    assert len(list(tmp_path.iterdir())) == 2
+@pytest.mark.parametrize(
+    ("command", "number"),
+    [("import", signal.SIGINT), ("import", signal.SIGTERM), ("export", signal.SIGTERM)],
+)
+def test_an_interrupted_conversion_leaves_nothing(half_way, tmp_path, command, number):
+    source, process = half_way(command)
+    sources = {"source", source.name}
+    assert len(list(tmp_path.iterdir())) == len(sources) + 1
     process.send_signal(number)
     assert process.wait(60) == 130
-    assert [p.name for p in tmp_path.iterdir()] == ["source"]
+    assert {p.name for p in tmp_path.iterdir()} == sources
 
 
-def test_a_killed_import_can_be_rerun_and_leaves_nothing(folder, tmp_path):
-    process = _half_way(folder, tmp_path / "out")
+@pytest.mark.parametrize("command", ["import", "export"])
+def test_a_killed_conversion_can_be_rerun_and_leaves_nothing(half_way, folder, tmp_path, command):
+    source, process = half_way(command)
     running = [p for p in tmp_path.iterdir() if p.name.startswith(".out.")]
     workplace.sweep(tmp_path / "out")  # of a conversion that still runs: not touched
     assert [p for p in running if p.exists()] == running
     process.kill()
     process.wait(60)
     time.sleep(0.1)
-    convert.import_lanes(folder, tmp_path / "out")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "source"]
-    convert.export(tmp_path / "out", tmp_path / "again")
-    assert (tmp_path / "again" / SINGLE).read_bytes() == (folder / SINGLE).read_bytes()
+    assert cli.main([command, str(source), str(tmp_path / "out")]) == 0
+    assert {p.name for p in tmp_path.iterdir()} == {"source", source.name, "out"}
+    exported = tmp_path / "out"
+    if command == "import":
+        convert.export(tmp_path / "out", exported := tmp_path / "again")
+    assert (exported / SINGLE).read_bytes() == (folder / SINGLE).read_bytes()
