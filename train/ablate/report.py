@@ -12,7 +12,7 @@ from typing import Any
 from laneformer_jax.errors import UserError
 from laneformer_jax.files import atomic_file
 from train.ablate.config import expand
-from train.ablate.runs import Ablation
+from train.ablate.runs import RUNS, Ablation
 from train.ablate.stats import Gap, paired_gap
 
 RESULTS, TABLE = "results.jsonl", "table.md"
@@ -20,7 +20,13 @@ _SVG = {"svg.fonttype": "none", "svg.hashsalt": "laneformer", "axes.grid": True,
 
 
 def collect(ablation: Ablation) -> list[dict[str, Any]]:
-    """The results there are: tuning runs first, each with its `role`."""
+    """The results there are: tuning runs first, each with its `role`.
+
+    A folder that holds `results.jsonl` and no runs, as one that was published, is read from it.
+    """
+    written = ablation.folder / RESULTS
+    if written.exists() and not (ablation.folder / RUNS).exists():
+        return [json.loads(line) for line in written.read_text().splitlines()]
     rows = []
     for run in ablation.tuning():
         found = ablation.result(run)
@@ -34,6 +40,10 @@ def collect(ablation: Ablation) -> list[dict[str, Any]]:
         found = ablation.result(run)
         if found is not None:
             rows.append({"role": "compare", **found})
+    for row in rows:  # not where this machine keeps it
+        tokenizer = Path(row["run"]["tokenizer"])
+        if tokenizer.is_relative_to(ablation.folder):
+            row["run"]["tokenizer"] = tokenizer.relative_to(ablation.folder).as_posix()
     return rows
 
 
@@ -110,21 +120,25 @@ def _plot(ablation: Ablation, rows: list[dict[str, Any]], found: dict[str, Gap |
         axis.legend(fontsize=7)
         _save(figure, ablation.folder / "loss.svg")
 
-        for name, title in (("broadcast_delay", "delay"), ("num_lanes", "lanes")):
+        for name, title in (("broadcast_delay", "delay δ (layers)"), ("num_lanes", "lanes")):
             figure, axis = plt.subplots(figsize=(6, 4))
-            for cell in cells:
+            others = [c for c in cells if c != ablation.config.baseline and found[c] is not None]
+            places = _apart(
+                [next(r["model"][name] for r in rows if r["cell"] == c) for c in others]
+            )
+            for cell, place in zip(others, places, strict=True):
                 gap = found[cell]
-                model = next(row["model"] for row in rows if row["cell"] == cell)
-                if gap is None or cell == ablation.config.baseline:
-                    continue
+                assert gap is not None
                 error = None if gap.high is None else [[gap.high - gap.mean]]
-                axis.errorbar([model[name]], [gap.mean], error, fmt="o", capsize=3, label=cell)
+                axis.errorbar([place], [gap.mean], error, fmt="o", capsize=3, label=cell)
+                seeds = list(gap.by_seed.values())
+                axis.plot([place] * len(seeds), seeds, "_", color="#666666", zorder=3)
             axis.axhline(0, color="#666666", linewidth=1)
-            axis.set_xlabel("delay δ (layers)" if title == "delay" else "lanes")
-            axis.set_ylabel(f"loss gap to {ablation.config.baseline}, 95 % interval")
-            if axis.get_legend_handles_labels()[0]:
+            axis.set_xlabel(title)
+            axis.set_ylabel(f"loss gap to {ablation.config.baseline}; seeds, 95 % interval")
+            if others:
                 axis.legend(fontsize=7)
-            _save(figure, ablation.folder / f"gap-{title}.svg")
+            _save(figure, ablation.folder / f"gap-{title.split()[0]}.svg")
 
         figure, axis = plt.subplots(figsize=(6, 4))
         for cell in cells:
@@ -136,6 +150,16 @@ def _plot(ablation: Ablation, rows: list[dict[str, Any]], found: dict[str, Gap |
         axis.set_ylabel("lane divergence (0: all equal)")
         axis.legend(fontsize=7)
         _save(figure, ablation.folder / "drift.svg")
+
+
+def _apart(places: list[float]) -> list[float]:
+    """The same places, equal ones beside each other."""
+    offsets: dict[float, int] = defaultdict(int)
+    shown = []
+    for place in places:
+        shown.append(place + 0.1 * offsets[place])
+        offsets[place] += 1
+    return shown
 
 
 def _save(figure: Any, path: Path) -> None:

@@ -25,6 +25,7 @@ from laneformer_jax.files import atomic_file, read_json
 from train.ablate.config import AblationConfig, Run, expand, make_run
 
 RESULT = "result.json"
+RUNS = "runs"
 _DRIFT_ROWS = 4
 
 
@@ -94,7 +95,7 @@ class Ablation:
         return min(losses, key=lambda rate: losses[rate])
 
     def path(self, run: Run) -> Path:
-        return self.folder / "runs" / run.key
+        return self.folder / RUNS / run.key
 
     def result(self, run: Run) -> dict[str, Any] | None:
         """What a complete run left, under this ablation's name for its cell; None when it is not."""

@@ -15,11 +15,12 @@ class Gap:
     """Loss of a cell minus the baseline's, over the seeds that both have.
 
     Attributes:
+        by_seed: the differences.
         mean: of the differences, nats per token.
         low, high: the 95 % interval of the mean by Student's t; None for a single seed.
     """
 
-    seeds: int
+    by_seed: Mapping[int, float]
     mean: float
     low: float | None
     high: float | None
@@ -39,12 +40,12 @@ def paired_gap(cell: Mapping[int, float], baseline: Mapping[int, float]) -> Gap 
     common = sorted(cell.keys() & baseline.keys())
     if not common:
         return None
-    differences = [cell[seed] - baseline[seed] for seed in common]
-    mean = statistics.fmean(differences)
+    by_seed = {seed: cell[seed] - baseline[seed] for seed in common}
+    mean = statistics.fmean(by_seed.values())
     if len(common) == 1:
-        return Gap(1, mean, None, None)
-    half = half_width(differences)
-    return Gap(len(common), mean, mean - half, mean + half)
+        return Gap(by_seed, mean, None, None)
+    half = half_width(list(by_seed.values()))
+    return Gap(by_seed, mean, mean - half, mean + half)
 
 
 def half_width(values: list[float]) -> float:
