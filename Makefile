@@ -60,6 +60,7 @@ bench: install
 
 docs-figures: install
 	$(BIN)/laneformer latency --figures docs/latency
+	$(BIN)/laneformer ablate ablation/lanes --out docs/ablation --phase report
 
 check: install-test
 	$(BIN)/ruff check .

@@ -14,6 +14,8 @@ import yaml
 
 from laneformer_jax.errors import UserError
 
+_DEEPEST = 100
+
 
 def read_mapping(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file; an empty file gives `{}`.
@@ -54,6 +56,20 @@ def dump(data: Any) -> str:
 
 
 class _Loader(yaml.SafeLoader):
+    _depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        # Reading costs the square of the depth, so that a few kilobytes could take minutes.
+        if self._depth == _DEEPEST:
+            raise yaml.composer.ComposerError(
+                problem=f"nested more than {_DEEPEST} deep",
+                problem_mark=self.peek_event().start_mark,
+            )
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:

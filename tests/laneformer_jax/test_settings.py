@@ -241,6 +241,7 @@ def test_a_model_config_is_a_setting_like_any_other():
         ("steps: 1\nsteps: 2\n", "run.yaml:2:1: not valid YAML: key 'steps' is given twice"),
         ("model:\n  heads: 1\n  heads: 2\n", "run.yaml:3:3: not valid YAML: key 'heads'"),
         ("lr: [1\n", "run.yaml:2:1: not valid YAML: "),
+        ("lr: " + "[" * 3000 + "]" * 3000, "run.yaml:1:104: not valid YAML: nested more than 100"),
         ("- 1\n", "run.yaml: must hold a mapping of settings, holds list"),
         ("lr: !!python/object:os.system x\n", "run.yaml:1:5: not valid YAML: "),
     ],
