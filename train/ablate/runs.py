@@ -122,8 +122,11 @@ class Ablation:
         return 0
 
     def _do(self, run: Run) -> int:
+        import jax
+
         from train.loop import train
 
+        jax.clear_caches()  # every run compiles its own step, and sixty would stay in memory
         began = time.perf_counter()
         out = self.path(run)
         done = train(run.config, out)
