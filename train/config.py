@@ -18,13 +18,20 @@ class ModelConfig:
     Attributes:
         preset: a name of `laneformer_jax.presets`.
         overrides: fields of LaneformerConfig, such as `{num_hidden_layers: 4}`.
+        residual_init_scale: factor on the initial weights that write into the residual stream (wo, w2);
+            GPT-2's is 1/√(2 · layers), the public reference's 1.
     """
 
     preset: str = "tiny"
     overrides: dict[str, Any] = field(default_factory=dict)
+    residual_init_scale: float = 1.0
 
     def __post_init__(self) -> None:
         self.build()
+        if not 0 < self.residual_init_scale <= 1:
+            raise ValueError(
+                f"residual_init_scale = {self.residual_init_scale}: must be above 0, at most 1"
+            )
 
     def build(self) -> LaneformerConfig:
         """The model's config. Raises UserError for an unknown name or an impossible combination."""

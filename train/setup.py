@@ -82,7 +82,11 @@ def prepare(
     shardings = state_shardings(plan, optimizer, shapes)
     if found.resumed is None:
         start = found.start
-        params = init_params(plan, seed) if start is None else _load(start, shapes, plan.mesh)
+        if start is None:
+            assert config.model is not None  # RunConfig requires one of the two
+            params = init_params(plan, seed, config.model.residual_init_scale)
+        else:
+            params = _load(start, shapes, plan.mesh)
         state = init_state(plan, optimizer, params, seed)
     else:
         abstract = _abstract(shardings, optimizer, shapes)

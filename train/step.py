@@ -333,12 +333,23 @@ def make_eval_step(plan: Plan) -> Callable[[Params, Batch], tuple[jax.Array, jax
     return jax.jit(evaluate)
 
 
-def init_params(plan: Plan, seed: int) -> Params:
-    """Fresh float32 parameters on their devices; the same values on every mesh."""
+_WRITES_RESIDUAL = ("attention.wo.weight", "feed_forward.w2.weight")
+
+
+def init_params(plan: Plan, seed: int, residual_scale: float = 1.0) -> Params:
+    """Fresh float32 parameters on their devices; the same values on every mesh.
+
+    residual_scale: factor on the weights that write into the residual stream.
+    """
 
     def init() -> Params:
         model = Laneformer(plan.config, rngs=nnx.Rngs(seed))
-        return {p: v[...] for p, v in parameter_paths(nnx.state(model)).items()}
+        params = {p: v[...] for p, v in parameter_paths(nnx.state(model)).items()}
+        if residual_scale == 1:
+            return params
+        return {
+            p: residual_scale * v if p.endswith(_WRITES_RESIDUAL) else v for p, v in params.items()
+        }
 
     shapes = jax.eval_shape(init)
     shardings = {path: plan.sharding(spec) for path, spec in plan.specs(shapes).items()}

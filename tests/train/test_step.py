@@ -175,6 +175,18 @@ def test_the_update_is_adam_on_the_clipped_gradient_of_the_mean():
     np.testing.assert_allclose(state.params[head], before - 0.1 * step, atol=1e-6)
 
 
+def test_a_quieter_start_scales_what_writes_into_the_stream_and_nothing_else():
+    plan = Plan(CONFIG)
+    loud, quiet = init_params(plan, 0), init_params(plan, 0, 0.25)
+    scaled = {p for p in loud if not np.array_equal(loud[p], quiet[p])}
+    assert scaled == {
+        p for p in loud if p.endswith(("attention.wo.weight", "feed_forward.w2.weight"))
+    }
+    assert len(scaled) == 2 * CONFIG.num_hidden_layers
+    for path in scaled:
+        np.testing.assert_array_equal(np.asarray(quiet[path]), 0.25 * np.asarray(loud[path]))
+
+
 def test_the_same_values_are_drawn_on_every_mesh():
     alone, spread = fresh_state(CONFIG).params, init_params(plan_of(mesh=(1, 2, 4)), 0)
     assert alone.keys() == spread.keys()

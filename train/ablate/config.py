@@ -132,6 +132,8 @@ def _key(run: RunConfig, tokenizer: Path) -> str:
     for name in _NO_EFFECT:
         del data[name]
     data["model"] = run.model.build().to_dict()
+    if run.model.residual_init_scale != 1:
+        data["model"]["residual_init_scale"] = run.model.residual_init_scale
     data["tokenizer"] = (
         hashlib.sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.is_file() else ""
     )

@@ -85,7 +85,10 @@ def test_keys_follow_what_decides_the_result(corpus, tmp_path):
     longer = json.loads(json.dumps(one.config.base))
     longer["train"]["steps"] = 4
     others.append(ablation(corpus, tmp_path, base=longer).run("late", 1e-3, 1))
-    assert len({run.key, *(other.key for other in others)}) == 5
+    softer = json.loads(json.dumps(one.config.base))
+    softer["model"]["residual_init_scale"] = 0.5
+    others.append(ablation(corpus, tmp_path, base=softer).run("late", 1e-3, 1))
+    assert len({run.key, *(other.key for other in others)}) == 6
     quiet = json.loads(json.dumps(one.config.base))
     quiet["log"] = {"interval": 7}
     assert ablation(corpus, tmp_path, base=quiet).run("late", 1e-3, 1).key == run.key
