@@ -131,7 +131,10 @@ def measure(config: Any, args: argparse.Namespace) -> dict[str, Any]:
     if several is not None:
         figures["samples"] = args.samples
         figures["aggregate_tok_s"] = args.samples * rate(runs["several"])["tok_s"]
-    figures["host_us_per_token"] = 1e6 * statistics.median(one.host_seconds[1:])
+    figures["burst"] = engine.burst
+    figures["host_us_per_token"] = None
+    if hosts := one.host_seconds[1:]:
+        figures["host_us_per_token"] = 1e6 * statistics.median(hosts)
     figures["ratio_to_peer"] = None
     if peer is not None:
         theirs = rate(runs["peer"])
@@ -204,8 +207,9 @@ def rate(runs: list[list[tuple[int, float]]]) -> dict[str, float]:
 class Timed:
     """A request on random tokens; a call runs it and tells (tokens of a sample so far, seconds).
 
-    host_seconds: processor time of this thread per token behind the first, of every call. The
-    device's work, also a CPU's, is done by other threads.
+    host_seconds: processor time of this thread per token, of every call: from the first token to the last but
+    one of the bursts, in which as many are launched as are read. Calls of fewer than three bursts have none.
+    The device's work, also a CPU's, is done by other threads.
     """
 
     def __init__(self, engine: Engine, prompt: int, new: int, samples: int = 1):
@@ -223,7 +227,8 @@ class Timed:
             came += len(burst.tokens[0])
             seconds.append((came, time.perf_counter() - began))
             busy.append(time.thread_time())
-        self.host_seconds.append((busy[-1] - busy[0]) / (came - 1))
+        if len(busy) > 2:
+            self.host_seconds.append((busy[-2] - busy[0]) / (seconds[-2][0] - seconds[0][0]))
         return seconds
 
 

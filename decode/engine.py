@@ -27,7 +27,7 @@ from laneformer_jax.kernels.choose import choose
 from laneformer_jax.model import Laneformer
 from laneformer_jax.sharding import named
 
-BURST = 16
+BURST = 32
 WEIGHTS = ("native", "int8")
 LEAST_POSITIONS = 64  # of a cache, and
 LEAST_CHUNK = 16  # of a prefill: smaller ones are filled up, so that few are compiled
@@ -46,6 +46,8 @@ class Engine:
         weights: `native` keeps the model's dtype, `int8` rounds each output channel to 8 bits.
         kernels: implementation of the decode step: `xla` is plain JAX, `fused` the GPU kernels, `auto` those
             where device and model allow it; `interpret` runs them on a CPU, to test them.
+        vocab_size: the tokenizer's, where the model has more rows than that: ids from there on have no
+            text and are never drawn. None: all are.
 
     Raises:
         UserError: a value of another type or out of range.
@@ -55,6 +57,7 @@ class Engine:
         self,
         model: Laneformer,
         *,
+        vocab_size: int | None = None,
         context: int | None = None,
         burst: int = BURST,
         prefill_chunk: int = PREFILL_CHUNK,
@@ -76,8 +79,11 @@ class Engine:
         self.burst = burst
         self._chunk, self._kernels = prefill_chunk, kernels
         self._dtype = model.tok_embeddings.weight.dtype
-        self._layout, self._arrays = lay_out(model, weights)
-        self._one, self._whole = self._placed((jnp.int32(1), jnp.int32(burst)), (P(), P()))
+        if vocab_size is not None:
+            check_int("vocab_size", vocab_size, 1, model.config.vocab_size)
+        self.vocab_size = vocab_size or model.config.vocab_size
+        self._layout, self._arrays = lay_out(model, weights, vocab_size)
+        self._one, self._whole = self._placed((np.int32(1), np.int32(burst)), (P(), P()))
 
     @property
     def weight_bytes(self) -> int:
@@ -100,8 +106,10 @@ class Engine:
             for token in ids:
                 if token >= vocab:
                     raise UserError(f"{name}: {token} must be from 0 to {vocab - 1}")
-        if (request.sampling.logprobs or 0) > vocab:
-            raise UserError(f"logprobs: {request.sampling.logprobs} exceeds vocab_size {vocab}")
+        if (request.sampling.logprobs or 0) > self.vocab_size:
+            raise UserError(
+                f"logprobs: {request.sampling.logprobs} exceeds vocab_size {self.vocab_size}"
+            )
         new = room(len(request.prompt_ids), request.max_new_tokens, self.context, request.overflow)
         self._check_memory(request.n, len(request.prompt_ids), new, _draft(request.speculate))
         return new
@@ -165,9 +173,9 @@ class Engine:
         few = max(4, 1 << (len(stops) - 1).bit_length()) if stops else 4
         inputs = Inputs(
             Knobs.of(sampling, self._layout.rows),
-            jnp.asarray(lengths),
-            jnp.asarray([*stops, *[-1] * (few - len(stops))], jnp.int32),
-            jnp.int32(new),
+            lengths,
+            np.asarray([*stops, *[-1] * (few - len(stops))], np.int32),
+            np.int32(new),
         )
         # Once per request, or every burst would send them again.
         inputs = self._placed(inputs, loop.input_specs(inputs))
@@ -185,9 +193,9 @@ class Engine:
         waiting = launch(self._one, 1)
         while waiting is not None:
             following = launch(self._whole, self.burst)
-            out = loop.unpacked(jax.device_get(waiting))
+            out = loop.unpacked(waiting)
             yield out
-            if (out.status_B != RUNNING).all():
+            if RUNNING not in out.status_B.tolist():
                 return
             waiting = following
 
@@ -221,17 +229,16 @@ class Engine:
         longest = max(map(len, prompts))
         positions, sizes = self._sizes(longest, new, draft)
         ahead = max([*sizes, draft + 1])
-        cache = RingCache.empty(
-            self.config, len(prompts), positions, ahead, self._dtype, self.config.num_lanes
-        )
         # Shorter prompts, and the first chunk, are filled up on the left: at positions below 0.
         padded = sum(sizes)
         ids_BS = np.zeros((len(prompts), padded), np.int32)
         for row, prompt in zip(ids_BS, prompts, strict=True):
             if len(prompt) > 1:
                 row[padded - len(prompt) + 1 :] = prompt[:-1]
-        starts = jnp.asarray([len(p) - 1 - padded for p in prompts], jnp.int32)
-        cache = self._placed(cache._replace(length_B=starts), loop.cache_specs(cache))
+        starts_B = np.asarray([len(p) - 1 - padded for p in prompts], np.int32)
+        cache = loop.empty_cache(
+            self._layout, positions, ahead, self._dtype.name, self._placed(starts_B, P())
+        )
         at = 0
         for size in sizes:
             part = ids_BS[:, at : at + size]
@@ -247,21 +254,22 @@ class Engine:
             prompt_Bv = np.zeros((batch, self._layout.rows), bool)
             for row, prompt in zip(prompt_Bv, rows, strict=True):
                 row[prompt] = True
-            seen = Seen(jnp.asarray(prompt_Bv), jnp.zeros(prompt_Bv.shape, jnp.int32))
+            seen = Seen(prompt_Bv, np.zeros(prompt_Bv.shape, np.int32))
         if draft:
-            history = np.zeros((batch, positions), np.int32)
-            for row, prompt in zip(history, rows, strict=True):
+            history_BT = np.zeros((batch, positions), np.int32)
+            for row, prompt in zip(history_BT, rows, strict=True):
                 row[: len(prompt)] = prompt
-            history_BT = jnp.asarray(history)
-        newest_B = jnp.asarray([p[-1] for p in rows], jnp.int32)
-        made_B, status_B = jnp.zeros(batch, jnp.int32), jnp.zeros(batch, jnp.int32)
+        newest_B = np.asarray([p[-1] for p in rows], np.int32)
+        made_B, status_B = np.zeros(batch, np.int32), np.zeros(batch, np.int32)
         state = State(cache, newest_B, made_B, status_B, seen, history_BT)
         return self._placed(state, loop.state_specs(state))
 
     def _placed(self, tree: Any, specs: Any) -> Any:
+        """`tree` where the weights are, and told to stay there as they are: a program is compiled anew
+        for arguments that may move."""
         mesh = self._layout.mesh
         if mesh is None:
-            return tree
+            return jax.device_put(tree, self._layout.device)
         return jax.device_put(tree, jax.tree.map(partial(named, mesh), specs))
 
 
@@ -314,13 +322,14 @@ def _free_bytes() -> int | None:
 
 def _as_burst(out: Out, sampling: Sampling) -> Burst:
     """A burst as the caller sees it: without stop tokens, an array per sample."""
+    counts, statuses = out.count_B.tolist(), out.status_B.tolist()
     # A row that stopped in an earlier burst has no tokens in this one, its stop token either.
-    kept = out.count_B - ((out.status_B == STOPPED) & (out.count_B > 0))
+    kept = [max(0, n - (s == STOPPED)) for n, s in zip(counts, statuses, strict=True)]
 
     def rows(array: np.ndarray) -> list[np.ndarray]:
         return [row[:count] for row, count in zip(array, kept, strict=True)]
 
-    finished = [_FINISH[int(status)] for status in out.status_B]
+    finished = [_FINISH[status] for status in statuses]
     logprobs, ids, tops = None, None, None
     if sampling.logprobs is not None:
         logprobs, ids, tops = map(rows, (out.logprobs_Bt, out.top_ids_Btm, out.top_logprobs_Btm))

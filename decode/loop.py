@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from decode import sampling, speculate
@@ -18,7 +19,7 @@ from decode.sampling import Filters, Knobs, Seen
 from decode.step import STEPS
 from decode.weights import Arrays, Layout, local_logits
 from laneformer_jax.cache import RingCache
-from laneformer_jax.sharding import LANE
+from laneformer_jax.sharding import LANE, named
 
 RUNNING, STOPPED, FULL = 0, 1, 2  # how a row stands
 
@@ -42,20 +43,20 @@ class Inputs(NamedTuple):
     """What stays as it is through a request; on the device, but small."""
 
     knobs: Knobs
-    prompt_B: jax.Array  # int32, length
-    stops: jax.Array  # int32, filled up with -1
-    limit: jax.Array  # int32, most new tokens of a row
+    prompt_B: Any  # int32, length
+    stops: Any  # int32, filled up with -1
+    limit: Any  # int32, most new tokens of a row
 
 
 class State(NamedTuple):
-    """Everything that goes from one token to the next."""
+    """Everything that goes from one token to the next. All but the cache begins in NumPy."""
 
     cache: RingCache
-    newest_B: jax.Array  # int32, the token that is not in the cache yet
-    made_B: jax.Array  # int32, tokens drawn
-    status_B: jax.Array  # int32: RUNNING, STOPPED or FULL
+    newest_B: Any  # int32, the token that is not in the cache yet
+    made_B: Any  # int32, tokens drawn
+    status_B: Any  # int32: RUNNING, STOPPED or FULL
     seen: Seen | None  # for penalties
-    history_BT: jax.Array | None  # int32, tokens by position, for speculation
+    history_BT: Any  # int32, tokens by position, for speculation; or None
 
 
 class Out(NamedTuple):
@@ -83,10 +84,13 @@ def packed(out: Out) -> Out:
 
 
 def unpacked(out: Out) -> Out:
-    """What `packed` packed, in NumPy."""
-    count_B, status_B, proposed_B, accepted_B = out.tokens_Bt[:, :4].T
-    tokens_Bt = out.tokens_Bt[:, 4:]
-    return Out(count_B, status_B, tokens_Bt, *out[3:7], proposed_B[0], accepted_B[0])
+    """What `packed` packed, once it is there, in NumPy."""
+    rest = out[3:7]
+    if any(array is not None for array in rest):
+        rest = jax.device_get(rest)  # all on their way before one is waited for
+    packed_Bt = np.asarray(out.tokens_Bt)
+    count_B, status_B, proposed_B, accepted_B = packed_Bt[:, :4].T
+    return Out(count_B, status_B, packed_Bt[:, 4:], *rest, proposed_B[0], accepted_B[0])
 
 
 def state_specs(state: State) -> Any:
@@ -107,6 +111,22 @@ def cache_specs(cache: RingCache) -> Any:
     by_lane: Any = tuple(P(LANE) for _ in cache.keys)
     everywhere: Any = P()
     return RingCache(by_lane, by_lane, everywhere)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def empty_cache(
+    layout: Layout, positions: int, ahead: int, dtype: str, length_B: jax.Array
+) -> RingCache:
+    """A cache whose rows begin at the positions `length_B`; see `RingCache.empty`."""
+    config = layout.config
+    cache = RingCache.empty(
+        config, len(length_B), positions, ahead, jnp.dtype(dtype), config.num_lanes
+    )._replace(length_B=length_B)
+    mesh = layout.mesh
+    if mesh is None:
+        return cache
+    shardings = jax.tree.map(lambda spec: named(mesh, spec), cache_specs(cache))
+    return jax.lax.with_sharding_constraint(cache, shardings)
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=(3,))
@@ -236,7 +256,9 @@ def _draw(
     filters, knobs, shards = plan.filters, inputs.knobs, layout.shards
     row_B = jnp.arange(len(alive_B))
     position_B = inputs.prompt_B + state.made_B
-    uniform_B = sampling.uniform(knobs.seed, row_B, position_B)
+    uniform_B = None
+    if not filters.greedy:
+        uniform_B = sampling.uniform(knobs.seed, row_B, position_B)
     raw_Bv = logits_Bv
     logits_Bv = sampling.adjusted(logits_Bv, knobs, filters, state.seen)
     token_B = sampling.draw(logits_Bv, uniform_B, knobs, filters, shards)

@@ -135,6 +135,7 @@ def load(args: argparse.Namespace) -> tuple[Loaded, Engine]:
     loaded = load_checkpoint(args.checkpoint, dtype=args.dtype, mesh=mesh)
     engine = Engine(
         loaded.model,
+        vocab_size=loaded.tokenizer.vocab_size,
         context=args.context,
         burst=args.burst,
         weights=args.weights,

@@ -7,7 +7,7 @@ boundary, and the numbers depend on seed, sample and position alone.
 Shapes: B batch, v this device's part of the vocabulary, m log-probabilities per token.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,43 +45,43 @@ class Filters(NamedTuple):
 
 
 class Knobs(NamedTuple):
-    """The numbers of a `Sampling` on the device; float32 scalars unless said."""
+    """The numbers of a `Sampling`, for the device; float32 scalars unless said."""
 
-    temperature: jax.Array
-    top_k: jax.Array  # int32
-    top_p: jax.Array
-    min_p: jax.Array
-    repetition: jax.Array
-    presence: jax.Array
-    frequency: jax.Array
-    seed: jax.Array  # uint32
-    bias_v: jax.Array | None  # float32
+    temperature: Any
+    top_k: Any  # int32
+    top_p: Any
+    min_p: Any
+    repetition: Any
+    presence: Any
+    frequency: Any
+    seed: Any  # uint32
+    bias_v: Any  # float32, or None
 
     @classmethod
     def of(cls, sampling: Sampling, rows: int) -> "Knobs":
         """For a vocabulary of `rows`, those beyond its end on the last device included."""
-        bias = None
+        bias_v = None
         if sampling.logit_bias:
-            bias = np.zeros(rows, np.float32)
-            bias[list(sampling.logit_bias)] = list(sampling.logit_bias.values())
+            bias_v = np.zeros(rows, np.float32)
+            bias_v[list(sampling.logit_bias)] = list(sampling.logit_bias.values())
         return cls(
-            jnp.float32(sampling.temperature or 1),
-            jnp.int32(min(sampling.top_k or rows, rows)),
-            jnp.float32(sampling.top_p),
-            jnp.float32(sampling.min_p),
-            jnp.float32(sampling.repetition_penalty),
-            jnp.float32(sampling.presence_penalty),
-            jnp.float32(sampling.frequency_penalty),
-            jnp.uint32(sampling.seed),
-            None if bias is None else jnp.asarray(bias),
+            np.float32(sampling.temperature or 1),
+            np.int32(min(sampling.top_k or rows, rows)),
+            np.float32(sampling.top_p),
+            np.float32(sampling.min_p),
+            np.float32(sampling.repetition_penalty),
+            np.float32(sampling.presence_penalty),
+            np.float32(sampling.frequency_penalty),
+            np.uint32(sampling.seed),
+            bias_v,
         )
 
 
 class Seen(NamedTuple):
     """Tokens so far, for the penalties."""
 
-    prompt_Bv: jax.Array  # bool
-    answer_Bv: jax.Array  # int32, how often
+    prompt_Bv: Any  # bool
+    answer_Bv: Any  # int32, how often
 
 
 def adjusted(logits_Bv: jax.Array, knobs: Knobs, filters: Filters, seen: Seen | None) -> jax.Array:
@@ -101,15 +101,23 @@ def adjusted(logits_Bv: jax.Array, knobs: Knobs, filters: Filters, seen: Seen | 
 
 
 def draw(
-    logits_Bv: jax.Array, uniform_B: jax.Array, knobs: Knobs, filters: Filters, shards: Shards
+    logits_Bv: jax.Array,
+    uniform_B: jax.Array | None,
+    knobs: Knobs,
+    filters: Filters,
+    shards: Shards,
 ) -> jax.Array:
-    """Tokens int32 [B], equal on all devices. logits: float32, adjusted; -inf beyond the vocabulary."""
+    """Tokens int32 [B], equal on all devices.
+
+    logits: float32, adjusted; -inf for what may not be drawn. uniform: None where the likeliest is taken.
+    """
     best_B = shards.max(jnp.max(logits_Bv, axis=-1))
     if filters.greedy:
         # Of equal ones the first, as argmax has it.
         first_B = jnp.argmax(logits_Bv, axis=-1)
         largest_B = jnp.take_along_axis(logits_Bv, first_B[:, None], axis=-1)[:, 0]
         return shards.min(jnp.where(largest_B == best_B, shards.ids()[first_B], shards.vocab - 1))
+    assert uniform_B is not None
     z_Bv = (logits_Bv - best_B[:, None]) / knobs.temperature
     return _invert(kept(z_Bv, knobs, filters, shards), uniform_B, shards)
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from laneformer_jax import cache as ring
 from laneformer_jax import rope
@@ -42,21 +43,51 @@ def xla_step(
     x_LBSD = jnp.broadcast_to(x_BSD, (local_lanes, *x_BSD.shape))
     exchange = LaneExchange(cfg, lanes)
     keys, values = [], []
-
-    def attention(module: Any, x_LBSD: jax.Array, i: int) -> jax.Array:
-        q_LBSHd, k_LBSKd, v_LBSKd = module.projections(x_LBSD, cos_BSh, sin_BSh)
-        keys.append(ring.put(cache.keys[i], k_LBSKd, position_BS))
-        values.append(ring.put(cache.values[i], v_LBSKd, position_BS))
-        mask_BSR = masks[cfg.window(i), keys[i].shape[1]]
-        shape = (*q_LBSHd.shape[:3], k_LBSKd.shape[3], -1, cfg.head_size)
-        out_LBSKGd = attend_ring(q_LBSHd.reshape(shape), keys[i], values[i], mask_BSR)
-        return module.wo(out_LBSKGd.reshape(*q_LBSHd.shape[:3], -1))
-
     for i, layer in enumerate(model.layers):
-        y_LBSD = attention(layer.attention, layer.attention_norm(x_LBSD), i)
+        rings = cache.keys[i], cache.values[i]
+        seen = Seen(cos_BSh, sin_BSh, position_BS, masks[cfg.window(i), rings[0].shape[1]])
+        attention = nnx.split((layer.attention_norm, layer.attention))
+        y_LBSD, (key_ring, value_ring) = _attention(*attention, x_LBSD, rings, seen)
+        keys.append(key_ring)
+        values.append(value_ring)
         x_LBSD = exchange.add(i, ATTENTION, x_LBSD, y_LBSD)
-        x_LBSD = exchange.add(i, MLP, x_LBSD, layer.feed_forward(layer.ffn_norm(x_LBSD)))
+        mlp = nnx.split((layer.ffn_norm, layer.feed_forward))
+        x_LBSD = exchange.add(i, MLP, x_LBSD, _mlp(*mlp, x_LBSD))
     return x_LBSD, RingCache(tuple(keys), tuple(values), cache.length_B + seq)
+
+
+class Seen(NamedTuple):
+    """What a layer's attention needs to know of the tokens."""
+
+    cos_BSh: jax.Array
+    sin_BSh: jax.Array
+    position_BS: jax.Array
+    mask_BSR: jax.Array  # which slots of the layer's ring are seen
+
+
+Rings = tuple[jax.Array, jax.Array]  # keys and values of a layer
+
+
+# Functions of their own, since JAX traces one once for all layers that are alike: most of the time in which a
+# compiled program is only looked up.
+@partial(jax.jit, static_argnums=0)
+def _attention(
+    graph: nnx.GraphDef, weights: nnx.State, x_LBSD: jax.Array, rings: Rings, seen: Seen
+) -> tuple[jax.Array, Rings]:
+    norm, module = nnx.merge(graph, weights)
+    q_LBSHd, k_LBSKd, v_LBSKd = module.projections(norm(x_LBSD), seen.cos_BSh, seen.sin_BSh)
+    keys_GRd = ring.put(rings[0], k_LBSKd, seen.position_BS)
+    values_GRd = ring.put(rings[1], v_LBSKd, seen.position_BS)
+    lead = q_LBSHd.shape[:3]
+    q_LBSKGd = q_LBSHd.reshape(*lead, k_LBSKd.shape[3], -1, module.head_size)
+    out_LBSKGd = attend_ring(q_LBSKGd, keys_GRd, values_GRd, seen.mask_BSR)
+    return module.wo(out_LBSKGd.reshape(*lead, -1)), (keys_GRd, values_GRd)
+
+
+@partial(jax.jit, static_argnums=0)
+def _mlp(graph: nnx.GraphDef, weights: nnx.State, x_LBSD: jax.Array) -> jax.Array:
+    norm, module = nnx.merge(graph, weights)
+    return module(norm(x_LBSD))
 
 
 def _kernel_step(

@@ -60,6 +60,8 @@ class Layout:
     graph: Any  # of nnx, without a head
     tree: Any
     specs: Arrays
+    vocab: int  # ids that may be drawn: the first so many
+    device: Any = None  # of the weights, without a mesh
 
     @property
     def axis(self) -> str | None:
@@ -83,9 +85,12 @@ class Layout:
         return nnx.merge(self.graph, jax.tree.unflatten(self.tree, arrays.trunk))
 
 
-def lay_out(model: Laneformer, precision: Precision = "native") -> tuple[Layout, Arrays]:
-    """The layout of a model, and its arrays on their devices."""
+def lay_out(
+    model: Laneformer, precision: Precision = "native", vocab: int | None = None
+) -> tuple[Layout, Arrays]:
+    """The layout of a model, and its arrays on their devices. vocab: ids that may be drawn; None: all."""
     config, mesh = model.config, model.mesh
+    vocab = config.vocab_size if vocab is None else vocab
     trunk = nnx.merge(*nnx.split(model))  # the same arrays in modules of its own
     trunk.lm_head = None
     head = _head(model)
@@ -100,9 +105,11 @@ def lay_out(model: Laneformer, precision: Precision = "native") -> tuple[Layout,
     trunk_specs: Any = tuple(_spec(path, config) for path, _ in nnx.to_flat_state(state))
     leaves, tree = jax.tree.flatten(state)
     specs = Arrays(trunk_specs, jax.tree.map(lambda _: P(LANE), head))
-    layout = _layout(config, mesh, graph, tree, specs)
     if mesh is None:
-        return layout, Arrays(tuple(leaves), head)
+        (device,) = model.tok_embeddings.weight[...].devices()
+        layout = _layout(config, mesh, graph, tree, specs, vocab, device)
+        return layout, jax.device_put(Arrays(tuple(leaves), head), device)
+    layout = _layout(config, mesh, graph, tree, specs, vocab)
     if config.lm_head_type != "vocab_parallel":  # whose lanes have equal parts as they are
         beyond = layout.rows - config.vocab_size
         head = jax.tree.map(lambda a: jnp.pad(a, [(0, beyond)] + [(0, 0)] * (a.ndim - 1)), head)
@@ -131,7 +138,7 @@ def _spec(path: tuple[Any, ...], config: LaneformerConfig) -> P:
 def local_logits(layout: Layout, model: Laneformer, head: Head, x_LBSD: jax.Array) -> jax.Array:
     """Final norm, lane aggregation and this device's rows of the head: [L,B,S,D] -> float32 [B,S,v].
 
-    -inf in rows beyond the vocabulary, so that none of them is ever drawn.
+    -inf for ids that may not be drawn, those beyond the vocabulary on the last device too.
     """
     config, lanes, shards = layout.config, layout.lanes, layout.shards
     x, (rows, scale) = model.final(x_LBSD, lanes), head
@@ -149,9 +156,9 @@ def local_logits(layout: Layout, model: Laneformer, head: Head, x_LBSD: jax.Arra
         logits_LBSv = int8_product(x, rows).astype(jnp.float32) * scale[:, None, None]
     logits_BSv = jnp.moveaxis(logits_LBSv, 0, 2).reshape(*x.shape[1:3], -1)
     logits_BSv = lanes.enter(logits_BSv.astype(jnp.float32))
-    if layout.rows == config.vocab_size:
+    if layout.rows == layout.vocab:
         return logits_BSv
-    return jnp.where(shards.ids() < config.vocab_size, logits_BSv, -jnp.inf)
+    return jnp.where(shards.ids() < layout.vocab, logits_BSv, -jnp.inf)
 
 
 # int8 ------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 from goldens import COMMITTED, FLOAT32, golden_of
 
-from decode import Engine, Request, Sampling, engine, generate
+from decode import Engine, Request, Sampling, engine, generate, loop, step
 from laneformer_jax import Laneformer, costs
 from laneformer_jax.cache import RingCache
 from laneformer_jax.errors import UserError
@@ -120,16 +120,16 @@ def test_a_window_layer_forgets_at_exactly_its_distance(new):
 
 @pytest.mark.smoke
 def test_same_seed_same_answer_for_any_burst(model):
-    request = Request(PROMPT, 20, HOT)
+    request = Request(PROMPT, 40, HOT)
     tokens, bursts = collected(Engine(model), request)
-    assert len(tokens[0]) == 20
-    assert [b.finished for b in bursts] == [[None], [None], ["length"]]  # 1, 16, 3 tokens
+    assert len(tokens[0]) == 40
+    assert [b.finished for b in bursts] == [[None], [None], ["length"]]  # 1, 32, 7 tokens
     again, pieces = collected(Engine(model, burst=5), request)
     assert again == tokens
     for field in ("logprobs", "top_ids", "top_logprobs"):
         one, other = (np.concatenate([getattr(b, field)[0] for b in bs]) for bs in (bursts, pieces))
         np.testing.assert_array_equal(one, other)
-    assert collected(Engine(model), Request(PROMPT, 20, Sampling(0.9, seed=5)))[0] != tokens
+    assert collected(Engine(model), Request(PROMPT, 40, Sampling(0.9, seed=5)))[0] != tokens
 
 
 @pytest.mark.parametrize(
@@ -275,6 +275,7 @@ def test_int8_is_near(model):
     ("change", "message"),
     [
         (dict(context=200), "context: 200 must be from 1 to 128"),
+        (dict(vocab_size=62), "vocab_size: 62 must be from 1 to 61"),
         (dict(burst=0), "burst: 0"),
         (dict(prefill_chunk=True), "prefill_chunk: True"),
         (dict(weights="int4"), r"weights: 'int4' must be one of 'native', 'int8' \(did you mean"),
@@ -332,11 +333,60 @@ def test_samplings_are_named(change, message):
 
 
 def test_the_device_is_not_waited_for_per_token(model):
-    """A burst is one program: as many programs run as there are bursts, whatever they hold."""
-    eng, runs = Engine(model, burst=8), []
-    collected(eng, Request(PROMPT, 17))
-    original = jax.device_get
+    """A burst is one program, and the next is launched before one is read."""
+    eng, events = Engine(model, burst=8), []
+    launch, read = loop.burst, loop.unpacked
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine.jax, "device_get", lambda out: runs.append(1) or original(out))
-        collected(eng, Request(PROMPT, 17))
-    assert len(runs) == 3  # 1 + 8 + 8
+        patch.setattr(loop, "burst", lambda *args: events.append("launch") or launch(*args))
+        patch.setattr(loop, "unpacked", lambda out: events.append("read") or read(out))
+        collected(eng, Request(PROMPT, 17))  # 1 + 8 + 8
+    assert events == ["launch", "launch", "read", "launch", "read", "read"]
+
+
+def test_a_program_is_compiled_once_wherever_the_weights_came_from(model):
+    """Weights that were told their device (as orbax's are) and others: no second program, no third
+    for what the first burst hands to the second."""
+    collected(Engine(model), Request(PROMPT, 40))
+    programs = loop.burst._cache_size(), loop.prefill._cache_size()
+    told = Laneformer(model.config, rngs=nnx.Rngs(3))
+    nnx.update(told, jax.device_put(nnx.state(model), jax.devices()[0]))
+    tokens, _ = collected(Engine(told), Request(PROMPT, 40))
+    assert tokens == collected(Engine(model), Request(PROMPT, 40))[0]
+    assert (loop.burst._cache_size(), loop.prefill._cache_size()) == programs
+
+
+def test_layers_that_are_alike_are_traced_once():
+    """Of six layers a sliding one and a full one."""
+    attend, traced = step.attend_ring, []
+    shape = dict(num_hidden_layers=6, swa_layers=(0, 1, 2, 3), num_attention_heads=8)
+    deep = build(**shape)  # as no other test's
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step, "attend_ring", lambda *args: traced.append(1) or attend(*args))
+        next(Engine(deep).run([np.asarray([3], np.int32)], 1, Sampling()))
+    assert len(traced) == 2
+
+
+@pytest.mark.parametrize("devices", [1, pytest.param(4, marks=SLOW)])
+def test_ids_without_text_are_never_drawn(devices):
+    """A vocabulary padded beyond the tokenizer's 50, whose padding the model finds likeliest of all."""
+    model = build()
+    rows = model.lm_head.weight[...]
+    # Of the logits of a row and of its opposite one is above 0, and 30 times another's.
+    model.lm_head.weight[...] = rows.at[50:55].set(30 * rows[:5]).at[55:60].set(-30 * rows[:5])
+    greedy, _ = collected(Engine(model), Request(PROMPT, 16))
+    assert min(greedy[0]) >= 50
+    if devices > 1:
+        model.mesh = make_mesh(lane=devices)
+    engine = Engine(model, vocab_size=50)
+    for sampling in (
+        Sampling(logprobs=5),
+        Sampling(
+            5.0, top_k=55, top_p=0.99, min_p=0.001, repetition_penalty=0.5, logit_bias={60: 100.0}
+        ),
+    ):
+        tokens, bursts = collected(engine, Request(PROMPT, 16, sampling, n=4))
+        assert max(map(max, tokens)) < 50
+        if sampling.logprobs:
+            tops = np.concatenate([b.top_ids[0] for b in bursts])
+            assert tops.max() < 50
+            assert max(b.logprobs[0].max() for b in bursts) <= 1e-6  # of what may be drawn
