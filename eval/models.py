@@ -8,13 +8,13 @@ import os
 import time
 import urllib.error
 import urllib.request
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from eval import prompts
 from laneformer_jax.errors import UserError
 
-_BUCKET = 64  # tokens
 _RETRIES = 6
 _TIMEOUT = 600.0  # seconds for one answer
 
@@ -64,54 +64,48 @@ class CheckpointModel:
     """
 
     def __init__(self, path: str, chat: bool, dtype: str | None = None):
+        from decode.engine import Engine
         from laneformer_jax.checkpoint.load import load_checkpoint
 
         self.name, self._chat = str(path), chat
-        self.model, self.tokenizer, self._template = load_checkpoint(path, dtype=dtype)
+        self._loaded = load_checkpoint(path, dtype=dtype)
+        self.model, self.tokenizer, self._template = self._loaded
+        self._engine = Engine(self.model, vocab_size=self.tokenizer.vocab_size)
 
     def answer(self, prompt: str, family: str, sampling: Sampling, index: int) -> Answer:
-        """See `Model.answer`. A prompt longer than the context is answered by nothing."""
-        import numpy as np
+        """See `Model.answer`. A prompt longer than the context is answered by nothing.
 
+        `tokens` are those whose text the answer holds, with a stop string's first where it shares one.
+        """
         import decode
+        from decode.complete import ask, complete
 
         ids, start = self.prompt_ids(prompt)
-        ends = prompts.stops(family, self._chat)
-        config = self.model.config
-        if len(ids) >= config.max_position_embeddings:
+        if len(ids) >= self._engine.context:
             return Answer(start, "prompt too long", 0)
-        padded = self._padded(len(ids), sampling.max_new_tokens)
-        gap = padded - len(ids)
-        stream, text, count = self.tokenizer.stream(), "", 0
-        longest = max(map(len, ends))
-        for burst in decode.stream(
-            self.model,
-            np.asarray([[self.tokenizer.bos_id] * gap + ids], np.int32),
+        asked = ask(
+            self._loaded,
+            self._engine,
+            ids,
             sampling.max_new_tokens,
-            sampling.temperature,
-            attention_mask=np.arange(padded)[None] >= gap,
-            eos_token_id=self.tokenizer.eos_id,
-            seed=sampling.seed + index,
+            sampling=decode.Sampling(temperature=sampling.temperature, seed=sampling.seed + index),
             overflow="cut",
-        ):
-            for token in np.asarray(burst)[0].tolist():
-                if token == self.tokenizer.eos_id:
-                    return Answer(start + text + stream.flush(), "stop", count)
-                count += 1
-                # A model may have more ids than its tokenizer; they have no text.
-                piece = stream.push(token) if token < self.tokenizer.vocab_size else ""
-                # A stop string may begin in what was already there.
-                begin = max(0, len(text) - longest)
-                text += piece
+        )
+        # Not the engine's stop strings: whether a fence ends an answer depends on what stands before it.
+        ends = prompts.stops(family, self._chat)
+        longest = max(map(len, ends))
+        text, begins, finish = "", [], "length"
+        with closing(complete(self._engine, self.tokenizer, asked)) as steps:
+            for piece in (piece for step in steps for piece in step.pieces):
+                begin = max(0, len(text) - longest)  # one may begin in what was already there
+                text += piece.text
+                begins += [token.start for token in piece.tokens]
+                finish = piece.finish or finish
                 before = prompts.cut(text, ends, begin)
                 if before is not None:
-                    return Answer(start + before, "stop", count)
-        return Answer(start + text + stream.flush(), "length", count)
-
-    def _padded(self, length: int, new: int) -> int:
-        """Prompt length after padding on the left: a few lengths, so that few are compiled."""
-        padded = -(-length // _BUCKET) * _BUCKET
-        return padded if padded + new <= self.model.config.max_position_embeddings else length
+                    tokens = sum(at < len(before) for at in begins)
+                    return Answer(start + before, "stop", tokens)
+        return Answer(start + text, finish, len(begins))
 
     def prompt_ids(self, prompt: str) -> tuple[list[int], str]:
         """Token ids, and the text an answer starts with."""

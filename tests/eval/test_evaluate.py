@@ -299,36 +299,49 @@ def test_long_answers_are_whole():
     assert prompts.cut(text + "\nprint(x)", prompts.stops("mbpp", chat=True)) == text
 
 
-def test_ids_that_the_tokenizer_does_not_know_have_no_text(tiny_checkpoint, monkeypatch):
-    """A vocabulary may be padded, and an untrained model draws from all of it."""
-    import numpy as np
-
-    import decode
+def test_answers_are_the_decode_engines(tiny_checkpoint):
+    """The text of `laneformer generate` with the same seed, and none that the tokenizer does not know."""
+    from decode.complete import ask, complete
+    from decode.engine import Engine
+    from decode.request import Sampling as Drawn
     from eval.models import CheckpointModel, Sampling
+    from laneformer_jax.checkpoint.load import load_checkpoint
 
     model = CheckpointModel(str(tiny_checkpoint), chat=False)
-    a, b = (model.tokenizer.encode(text)[-1] for text in "ab")
-    burst = np.asarray([[a, model.tokenizer.vocab_size, b, 10**6]], np.int32)
-    monkeypatch.setattr(decode, "stream", lambda *_, **__: iter([burst]))
-    got = model.answer("x", "humaneval", Sampling(), 0)
-    assert (got.text, got.tokens) == ("x\nab", 4)
+    got = model.answer("x", "humaneval", Sampling(1, 0.9, 12, seed=5), 2)
+    loaded = load_checkpoint(tiny_checkpoint)
+    engine = Engine(loaded.model, vocab_size=loaded.tokenizer.vocab_size)
+    asked = ask(loaded, engine, "x\n", 12, sampling=Drawn(0.9, seed=7))
+    pieces = [p for step in complete(engine, loaded.tokenizer, asked) for p in step.pieces]
+    whole = "x\n" + "".join(piece.text for piece in pieces)
+    ends = prompts.stops("humaneval", chat=False)
+    cut = prompts.cut(whole, ends, 2)
+    assert got.text == (whole if cut is None else cut)
+    assert got.tokens <= sum(len(piece.tokens) for piece in pieces)
+    if cut is None:
+        assert got.finish_reason == pieces[-1].finish
 
 
 def test_a_fence_in_a_docstring_does_not_end_an_answer(tiny_checkpoint, monkeypatch):
     import numpy as np
 
-    import decode
+    from decode.request import Burst
     from eval.extract import extract
     from eval.models import CheckpointModel, Sampling
 
     program = f'def f(x):\n    return x + 1\n\nf.__doc__ = """\n{F}\nf(1)\n{F}\n"""\n'
     model = CheckpointModel(str(tiny_checkpoint), chat=True)
     ids = model.tokenizer.encode(f"{program}{F}\nThat is all.\n")
-    bursts = [np.asarray([ids[i : i + 7]], np.int32) for i in range(0, len(ids), 7)]
-    monkeypatch.setattr(decode, "stream", lambda *_, **__: iter(bursts))
+    parts = [np.asarray(ids[i : i + 7], np.int32) for i in range(0, len(ids), 7)]
+    bursts = [Burst([part], [None], None, None, None, 0, 0) for part in parts]
+    monkeypatch.setattr(model._engine, "stream", lambda _: (burst for burst in bursts))
     got = model.answer("x", "humaneval", Sampling(), 0)
     assert (got.text + "\n", got.finish_reason) == (program, "stop")
     assert extract(got.text, "f") == program
+    told = model.tokenizer.encode(program)
+    assert (
+        abs(got.tokens - len(told)) <= 1
+    )  # the last may share its token with what ends the answer
 
 
 @pytest.mark.parametrize("chat", [False, True])
