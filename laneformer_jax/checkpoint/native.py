@@ -14,18 +14,19 @@ contradicts it, is not complete and is never loaded. `checkpoint.training` write
 checkpoints of a run.
 """
 
+from __future__ import annotations
+
 import logging
 import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 from flax import nnx
 from jax.sharding import Mesh, SingleDeviceSharding
 
@@ -37,12 +38,15 @@ from laneformer_jax.checkpoint.manifest import (
     problems,
     write_side_files,
 )
-from laneformer_jax.checkpoint.plain import PlainFiles
 from laneformer_jax.config import LaneformerConfig
 from laneformer_jax.errors import UserError
 from laneformer_jax.files import atomic_dir, read_json
 from laneformer_jax.model import Laneformer, parameter_paths
 from laneformer_jax.sharding import check_mesh, named, parameter_spec
+
+if TYPE_CHECKING:
+    # Imported where it is used: it takes a while, and finding out what a path holds does not need it.
+    import orbax.checkpoint as ocp
 
 Params = dict[str, Any]  # dotted parameter path -> array (or its shape)
 
@@ -126,6 +130,10 @@ class Writer:
         """Write one group; every path in `params` must belong to it."""
         strays = [path for path in params if group_of(path) != group]
         assert not strays, f"{strays} do not belong to {group}"
+        import orbax.checkpoint as ocp
+
+        from laneformer_jax.checkpoint.plain import PlainFiles
+
         files = PlainFiles()
         # The second, never used, keeps orbax from warning of its absence.
         registry = ocp.type_handlers.create_type_handler_registry(
@@ -294,6 +302,8 @@ def stored(path: str | Path, group: str) -> dict[str, jax.ShapeDtypeStruct]:
 
     Raises UserError when the group is missing or cannot be read.
     """
+    import orbax.checkpoint as ocp
+
     single = SingleDeviceSharding(jax.local_devices()[0])
     with ocp.StandardCheckpointer() as checkpointer:
         tree = _tree(checkpointer, Path(path).resolve() / group)
@@ -319,6 +329,8 @@ def read_group(path: str | Path, group: str, target: Mapping[str, Any]) -> dict[
     Raises:
         UserError: the group is missing or lacks a tensor, or one has another shape; names all of them.
     """
+    import orbax.checkpoint as ocp
+
     folder = Path(path).resolve() / group
     wanted = {p: t for p, t in target.items() if group_of(p) == group}
     with ocp.StandardCheckpointer() as checkpointer:
