@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from laneformer_jax.kernels.names import KERNELS
 from laneformer_jax.peer import PeerProcess, add_peer_arguments
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--weights", default="native", choices=("native", "int8"))
+    parser.add_argument("--kernels", default="xla", choices=KERNELS, help="of the decode step")
     parser.add_argument("--prompt", type=int, default=64, metavar="N", help="tokens (default 64)")
     parser.add_argument("--new", type=int, default=64, metavar="N", help="tokens (default 64)")
     parser.add_argument(
@@ -98,14 +100,14 @@ def measure(config: Any, args: argparse.Namespace) -> dict[str, Any]:
     peer = None if args.no_peer else Peer(args.peer_python, config)
     try:
         model = Laneformer(config, rngs=nnx.Rngs(0), dtype=args.dtype)
-        engine = Engine(model, weights=args.weights)
+        engine = Engine(model, weights=args.weights, kernels=args.kernels)
         checked = check(engine, model, args, args.prompt)
         ceiling = Ceiling()
         one, several = Timed(engine, args.prompt, args.new), None
         if args.samples > 1:
             several = Timed(engine, args.prompt, args.new, args.samples)
         runs: dict[str, list[Any]] = {"one": [], "several": [], "peer": []}
-        for turn in range(args.rounds + 1):  # the first is not counted
+        for turn in range(args.rounds + 1):  # the first, which compiles, is not counted
             ceiling.measure()
             for name, timed in (("one", one), ("several", several), ("peer", peer)):
                 if timed is not None:
@@ -162,6 +164,7 @@ def _shape(engine: Engine, config: Any, args: argparse.Namespace, prompt: int) -
         "parameters": config.num_parameters(),
         "dtype": args.dtype,
         "weights": args.weights,
+        "kernels": args.kernels,
         "prompt": prompt,
         "new": args.new,
         "context": context,
@@ -174,7 +177,7 @@ def _shape(engine: Engine, config: Any, args: argparse.Namespace, prompt: int) -
 def _at_context(
     engine: Engine, model: Laneformer, args: argparse.Namespace, prompt: int
 ) -> dict[str, Any]:
-    check(engine, model, args, prompt)
+    check(engine, model, args, prompt)  # compiles what is timed
     timed = Timed(engine, prompt, args.new)
     ceiling = Ceiling()
     runs = []
@@ -207,6 +210,8 @@ def rate(runs: list[list[tuple[int, float]]]) -> dict[str, float]:
 class Timed:
     """A request on random tokens; a call runs it and tells (tokens of a sample so far, seconds).
 
+    The first call may compile.
+
     host_seconds: processor time of this thread per token, of every call: from the first token to the last but
     one of the bursts, in which as many are launched as are read. Calls of fewer than three bursts have none.
     The device's work, also a CPU's, is done by other threads.
@@ -218,7 +223,6 @@ class Timed:
         self._engine = engine
         self.host_seconds: list[float] = []
         self._request = Request(_tokens(engine.config, prompt), new, n=samples)
-        self(prompt, new)  # compiles
 
     def __call__(self, prompt: int, new: int) -> list[tuple[int, float]]:
         came, seconds, busy = 0, [], []

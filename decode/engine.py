@@ -44,8 +44,9 @@ class Engine:
         burst: tokens per round trip to the device. Changes when tokens are seen, never which.
         prefill_chunk: prompt tokens per prefill step.
         weights: `native` keeps the model's dtype, `int8` rounds each output channel to 8 bits.
-        kernels: implementation of the decode step: `xla` is plain JAX, `fused` the GPU kernels, `auto` those
-            where device and model allow it; `interpret` runs them on a CPU, to test them.
+        kernels: implementation of the decode step: `xla` is plain JAX; `fused`, `layer` and `token` are the
+            GPU kernels, by how much one launch does; `auto` is what is best on the device. `interpret-fused`
+            and so on run them on a CPU, to test them.
         vocab_size: the tokenizer's, where the model has more rows than that: ids from there on have no
             text and are never drawn. None: all are.
 
@@ -71,9 +72,7 @@ class Engine:
         check_int("prefill_chunk", prefill_chunk, 1)
         check_choice("weights", weights, WEIGHTS)
         device = jax.devices()[0] if model.mesh is None else model.mesh.devices.flat[0]
-        kernels = choose(kernels, model.config, device, weights)
-        if kernels == "interpret" and model.mesh is not None:
-            raise UserError("kernels: 'interpret' runs on one device, not over a mesh")
+        kernels = choose(kernels, model.config, device, weights, alone=model.mesh is None)
         self.config = model.config
         self.context = context or limit
         self.burst = burst
@@ -242,7 +241,7 @@ class Engine:
         at = 0
         for size in sizes:
             part = ids_BS[:, at : at + size]
-            cache = loop.prefill(self._layout, self._kernels, self._arrays, cache, part)
+            cache = loop.prefill(self._layout, self._arrays, cache, part)
             at += size
         if copies > 1:
             heads = self.config.num_key_value_heads // self.config.num_lanes

@@ -16,8 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 from decode import sampling, speculate
 from decode.sampling import Filters, Knobs, Seen
-from decode.step import STEPS
-from decode.weights import Arrays, Layout, local_logits
+from decode.step import xla_step
+from decode.steps import step_of
+from decode.weights import Arrays, Layout
 from laneformer_jax.cache import RingCache
 from laneformer_jax.sharding import LANE, named
 
@@ -129,14 +130,12 @@ def empty_cache(
     return jax.lax.with_sharding_constraint(cache, shardings)
 
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=(3,))
-def prefill(
-    layout: Layout, kernels: str, arrays: Arrays, cache: RingCache, ids_BS: jax.Array
-) -> RingCache:
+@partial(jax.jit, static_argnums=0, donate_argnums=2)
+def prefill(layout: Layout, arrays: Arrays, cache: RingCache, ids_BS: jax.Array) -> RingCache:
     """The cache with the next S tokens of every row in it."""
 
     def local(arrays: Arrays, cache: RingCache, ids_BS: jax.Array) -> RingCache:
-        return STEPS[kernels](layout.model(arrays), layout.lanes, ids_BS, cache)[1]
+        return xla_step(layout.model(arrays), layout.lanes, ids_BS, cache)[1]
 
     specs = cache_specs(cache)
     return _over_lanes(layout, local, (layout.specs, specs, P()), specs)(arrays, cache, ids_BS)
@@ -156,13 +155,18 @@ def burst(
         partial(_burst, layout, plan),
         (layout.specs, specs, input_specs(inputs), P()),
         (specs, out_specs),
+        # Pallas' interpreter does not know what differs between devices.
+        checked=not plan.kernels.startswith("interpret"),
     )(arrays, state, inputs, steps)
 
 
-def _over_lanes(layout: Layout, local: Any, in_specs: Any, out_specs: Any) -> Any:
+def _over_lanes(
+    layout: Layout, local: Any, in_specs: Any, out_specs: Any, checked: bool = True
+) -> Any:
     if layout.mesh is None:
         return local
-    return jax.shard_map(local, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs)
+    specs = dict(in_specs=in_specs, out_specs=out_specs)
+    return jax.shard_map(local, mesh=layout.mesh, **specs, check_vma=checked)
 
 
 def _empty(plan: Plan, batch: int) -> Out:
@@ -190,18 +194,20 @@ def _burst(
     layout: Layout, plan: Plan, arrays: Arrays, state: State, inputs: Inputs, steps: jax.Array
 ) -> tuple[State, Out]:
     model, lanes, shards = layout.model(arrays), layout.lanes, layout.shards
-    step = STEPS[plan.kernels]
+    step = step_of(plan.kernels)
     out = _empty(plan, len(inputs.prompt_B))
     if plan.logits:
         shape = (*out.tokens_Bt.shape, shards.size)
         out = out._replace(logits_BtV=lanes.enter(jnp.zeros(shape, jnp.float32)))
 
-    def advance(state: State, out: Out, draft_BK: jax.Array) -> tuple[State, Out]:
+    def advance(
+        state: State, out: Out, scratch: Any, draft_BK: jax.Array
+    ) -> tuple[State, Out, Any]:
         """One pass over the weights: the newest token and its draft in, what is drawn out."""
         newest_B1 = state.newest_B[:, None]
         ids_BS = jnp.concatenate([newest_B1, jnp.maximum(draft_BK, 0)], axis=1)
-        x_LBSD, cache = step(model, lanes, ids_BS, state.cache)
-        logits_BSv = local_logits(layout, model, arrays.head, x_LBSD)
+        x_LBSD, cache, scratch = step.layers(model, lanes, ids_BS, state.cache, scratch)
+        logits_BSv, likeliest_BS = step.head(layout, model, arrays.head, x_LBSD)
         no_draft_B1 = jnp.full_like(newest_B1, speculate.NONE)
         draft_BS = jnp.concatenate([draft_BK, no_draft_B1], axis=1)
         carry = (state, out, state.status_B == RUNNING)
@@ -210,35 +216,36 @@ def _burst(
             return _draw(layout, plan, inputs, *carry, *drawn_from), None
 
         if draft_BK.shape[1] == 0:
-            carry, _ = one(carry, (logits_BSv[:, 0], draft_BS[:, 0]))
+            likeliest_B = None if likeliest_BS is None else likeliest_BS[:, 0]
+            carry, _ = one(carry, (logits_BSv[:, 0], draft_BS[:, 0], likeliest_B))
         else:
             by_token = (logits_BSv.swapaxes(0, 1), draft_BS.T)
             carry, _ = jax.lax.scan(one, carry, by_token)
         state, out, _ = carry
         # What was proposed in vain is overwritten before any query can see it.
         cache = cache._replace(length_B=inputs.prompt_B + state.made_B - 1)
-        return state._replace(cache=cache), out
+        return state._replace(cache=cache), out, scratch
 
     def body(carry: Any) -> Any:
-        i, state, out = carry
+        i, state, out, scratch = carry
         nothing_BK = jnp.zeros((len(state.newest_B), 0), jnp.int32)
         if plan.draft == 0:
-            return (i + 1, *advance(state, out, nothing_BK))
+            return (i + 1, *advance(state, out, scratch, nothing_BK))
         draft_BK = speculate.propose(state.history_BT, state.cache.length_B, plan.draft)
         draft_BK = jnp.where(state.status_B[:, None] == RUNNING, draft_BK, speculate.NONE)
         # A step without a proposal is an ordinary one, at its price.
-        state, out = jax.lax.cond(
+        return i + 1, *jax.lax.cond(
             jnp.any(draft_BK != speculate.NONE),
-            lambda: advance(state, out, draft_BK),
-            lambda: advance(state, out, nothing_BK),
+            lambda: advance(state, out, scratch, draft_BK),
+            lambda: advance(state, out, scratch, nothing_BK),
         )
-        return i + 1, state, out
 
     def going(carry: Any) -> jax.Array:
-        i, state, _ = carry
+        i, state, *_ = carry
         return (i < steps) & jnp.any(state.status_B == RUNNING)
 
-    _, state, out = jax.lax.while_loop(going, body, (jnp.zeros((), jnp.int32), state, out))
+    begin = (jnp.zeros((), jnp.int32), state, out, step.scratch(model, lanes, state.cache))
+    _, state, out, _ = jax.lax.while_loop(going, body, begin)
     return state, packed(out._replace(status_B=state.status_B))
 
 
@@ -251,8 +258,12 @@ def _draw(
     alive_B: jax.Array,
     logits_Bv: jax.Array,
     draft_B: jax.Array,
+    likeliest_B: jax.Array | None = None,
 ) -> tuple[State, Out, jax.Array]:
-    """The next token of the rows that are alive; the rows whose draft it was stay so."""
+    """The next token of the rows that are alive; the rows whose draft it was stay so.
+
+    likeliest: by the logits as they are, where a kernel has found it.
+    """
     filters, knobs, shards = plan.filters, inputs.knobs, layout.shards
     row_B = jnp.arange(len(alive_B))
     position_B = inputs.prompt_B + state.made_B
@@ -261,7 +272,10 @@ def _draw(
         uniform_B = sampling.uniform(knobs.seed, row_B, position_B)
     raw_Bv = logits_Bv
     logits_Bv = sampling.adjusted(logits_Bv, knobs, filters, state.seen)
-    token_B = sampling.draw(logits_Bv, uniform_B, knobs, filters, shards)
+    if likeliest_B is not None and filters.as_they_are:
+        token_B = likeliest_B
+    else:
+        token_B = sampling.draw(logits_Bv, uniform_B, knobs, filters, shards)
 
     at_B = jnp.where(alive_B, out.count_B, plan.room)  # beyond the end: dropped
     index = (row_B, at_B)

@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from laneformer_jax.kernels.names import KERNELS
+
 if TYPE_CHECKING:
     from decode.engine import Engine
     from decode.request import Sampling
@@ -30,10 +32,10 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--kernels",
-        choices=("auto", "xla", "fused", "interpret"),
+        choices=KERNELS,
         default="xla",
-        help="of the decode step: plain JAX (default), fused GPU kernels, the best there is, or the GPU "
-        "kernels interpreted on a CPU",
+        help="of the decode step: plain JAX (default); GPU kernels with five launches a layer, one, or one "
+        "for all layers; the best there is; or those interpreted on a CPU, to test them",
     )
     parser.add_argument(
         "--lanes",

@@ -30,6 +30,11 @@ class Filters(NamedTuple):
     biased: bool = False
     logprobs: int | None = None
 
+    @property
+    def as_they_are(self) -> bool:
+        """Whether a draw is the likeliest token by the model's own logits."""
+        return self.greedy and not self.penalised and not self.biased
+
     @classmethod
     def of(cls, sampling: Sampling) -> "Filters":
         greedy = sampling.temperature == 0

@@ -5,7 +5,6 @@ Shapes: L lanes of this device, B batch, S tokens at once, D hidden, K kv heads 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -20,9 +19,6 @@ from laneformer_jax.cache import RingCache
 from laneformer_jax.config import ATTENTION, MLP
 from laneformer_jax.exchange import LaneExchange, Lanes
 from laneformer_jax.model import Laneformer
-
-# (model, lanes, ids [B,S], cache) -> streams [L,B,S,D] and the cache with these tokens in it.
-Step = Callable[[Laneformer, Lanes, jax.Array, RingCache], tuple[jax.Array, RingCache]]
 
 
 def xla_step(
@@ -88,27 +84,3 @@ def _attention(
 def _mlp(graph: nnx.GraphDef, weights: nnx.State, x_LBSD: jax.Array) -> jax.Array:
     norm, module = nnx.merge(graph, weights)
     return module(norm(x_LBSD))
-
-
-def _kernel_step(
-    interpret: bool,
-    model: Laneformer,
-    lanes: Lanes,
-    ids_BS: jax.Array,
-    cache: RingCache,
-) -> tuple[jax.Array, RingCache]:
-    """One token of one row by the fused kernels; everything else in plain JAX."""
-    from laneformer_jax.kernels import choose, step, tuning
-    from laneformer_jax.kernels.backend import Backend
-
-    table = tuning.TABLES[choose.table(jax.devices()[0]) or "sm_90"]
-    fused = step.over_cache(Backend(interpret), table, xla_step)
-    return fused(model, lanes, ids_BS, cache)
-
-
-# By the name that `kernels.choose.choose` gives.
-STEPS: dict[str, Step] = {
-    "xla": xla_step,
-    "fused": partial(_kernel_step, False),
-    "interpret": partial(_kernel_step, True),
-}

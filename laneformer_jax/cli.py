@@ -58,6 +58,7 @@ COMMANDS: dict[str, Command] = {
         run="run_data",
     ),
     "bench": Command("laneformer_jax.bench", "measure speed on this machine"),
+    "tune": Command("laneformer_jax.kernels.tune", "measure the GPU kernels' block sizes"),
     "ablate": Command("train.ablate.cli", "compare models by training them over a grid"),
     "latency": Command("laneformer_jax.latency.cli", "project the decode speed on a node of GPUs"),
     "info": Command("laneformer_jax.info", "parameters, memory and FLOPs of a model"),

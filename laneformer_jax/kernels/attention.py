@@ -225,13 +225,17 @@ def combine(b: Backend, refs: Refs, lane: jax.Array, head: jax.Array) -> None:
         b.store(refs.out, lane, at_GW, value=value_GW, mask=query_G[:, None] & inside)
 
 
-def _pieces(d: int) -> list[tuple[jax.Array, jax.Array]]:
-    """Columns [1,W] that make up a head in power-of-two pieces, and which of them lie inside it."""
-    pieces, start = [], 0
+def _pieces(d: int) -> list[tuple[jax.Array, jax.Array | bool]]:
+    """Columns [1,W] that make up a head in power-of-two pieces, and which of them lie inside it.
+
+    True where all do: a mask of a tile takes registers, on AMD scarce ones.
+    """
+    pieces: list[tuple[jax.Array, jax.Array | bool]] = []
+    start = 0
     while start < d:
         width = max(1 << (d - start).bit_length() - 1, _LEAST)
         column_1W = start + jnp.arange(width)[None]
-        pieces.append((column_1W, column_1W < d))
+        pieces.append((column_1W, start + width <= d or column_1W < d))
         start += width
     return pieces
 

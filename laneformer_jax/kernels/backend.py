@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from laneformer_jax.compat import JAX_VERSION
+from laneformer_jax.kernels.tuning import Launch
 from laneformer_jax.precision import rounded as reduced
 
 # How to read, past the first cache, what other programs of the same launch wrote.
@@ -26,14 +27,6 @@ _FRESH: dict[str, Any] = (
 )
 
 Ref = Any  # an array in the GPU's memory, as a kernel sees it
-
-
-@dataclass(frozen=True)
-class Launch:
-    """How many warps of 32 (AMD: 64) threads a program has, and the depth of its load pipelines."""
-
-    warps: int = 4
-    stages: int = 1
 
 
 @dataclass(frozen=True)
@@ -127,9 +120,9 @@ class Backend:
     def sync_programs(self, counter: Ref, programs: int) -> None:
         """All programs of this launch meet; all of them must fit on the GPU at once.
 
-        counter: int32, its first number a multiple of `programs` at launch; it grows by that much at
-        every meeting and may do so 2³¹ / `programs` times. The interpreter runs one program after
-        another, so that only one can meet.
+        counter: int32 [2 or more], zeros at launch; the first number grows by `programs` at every meeting,
+        and `end_meetings` puts it back. The interpreter runs one program after another, so that only
+        one can meet.
         """
         if self.interpret and programs > 1:
             raise NotImplementedError("programs that run one after another cannot meet")
@@ -141,6 +134,19 @@ class Backend:
             lambda here: here < all_here, lambda _: self.fetch_add(counter, 0, 0), ticket + 1
         )
         self.sync_threads()
+
+    def end_meetings(self, counter: Ref, programs: int) -> None:
+        """After the last `sync_programs` of a launch: zeros for the next one.
+
+        By the last program that comes here: then none waits for the counter any more.
+        """
+        self.sync_threads()
+        done = self.fetch_add(counter, 1, 1)
+
+        @when(done == programs - 1)
+        def last() -> None:
+            self.store(counter, 0, value=jnp.int32(0))
+            self.store(counter, 1, value=jnp.int32(0))
 
 
 def _indices(index: tuple[Any, ...]) -> tuple[Any, ...]:

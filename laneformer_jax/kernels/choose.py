@@ -7,36 +7,39 @@ from typing import Any
 
 from laneformer_jax.config import LaneformerConfig
 from laneformer_jax.errors import UserError, nearest
-
-# xla: plain JAX. fused: `step.layers_step`. auto: the best that the device has. interpret: fused, on
-# any device, one program after another; to test the kernels and nothing else.
-KERNELS = ("auto", "xla", "fused", "interpret")
+from laneformer_jax.kernels.names import INTERPRETED, KERNELS
+from laneformer_jax.kernels.tuning import INTERPRETER, Tuning, for_device
 
 
-def table(device: Any) -> str | None:
-    """The key of `tuning.TABLES` for a JAX device; None where the kernels cannot run."""
-    capability = str(getattr(device, "compute_capability", ""))
-    if device.platform != "gpu":
-        return None
-    if capability.startswith("gfx"):
-        return "gfx942" if capability.startswith("gfx942") else None
-    return "sm_90" if float(capability or 0) >= 8 else None
-
-
-def unsupported(config: LaneformerConfig) -> str | None:
-    """Why these kernels cannot run the layers of a model, if they cannot."""
+def unsupported(config: LaneformerConfig, launches: str, alone: bool = True) -> str | None:
+    """Why launches of this kind cannot run the layers of a model, if they cannot. alone: all lanes are on
+    one device."""
     if config.qk_norm:
         return "qk_norm: heads are normalised before RoPE"
+    if config.ladder_residual:
+        return "ladder_residual: sums arrive one module late"
+    if launches == "token":
+        if not alone:
+            return "lanes on several devices, whose sums lie between launches"
+        if any(map(config.sums_now, range(config.num_hidden_layers))):
+            return "use_early_comm: layers that sum at once"
     return None
 
 
-def choose(kernels: str, config: LaneformerConfig, device: Any, weights: str = "native") -> str:
-    """The implementation behind `kernels`: "xla", "fused" or "interpret".
+def choose(
+    kernels: str,
+    config: LaneformerConfig,
+    device: Any,
+    weights: str = "native",
+    alone: bool = True,
+) -> str:
+    """The implementation behind `kernels`, one of `KERNELS` but for "auto".
 
-    Prints one line where "auto" on a GPU has to fall back.
+    "auto" is what the device's table says, "fused" where the model cannot run that, and "xla" where no
+    kernels can run; on a GPU it says why in one line. alone: all lanes are on `device`.
 
     Raises:
-        UserError: an unknown name, or "fused" or "interpret" where they cannot run.
+        UserError: an unknown name, or kernels where they cannot run.
     """
     if kernels not in KERNELS:
         raise UserError(
@@ -45,10 +48,16 @@ def choose(kernels: str, config: LaneformerConfig, device: Any, weights: str = "
         )
     if kernels == "xla":
         return "xla"
-    reason = unsupported(config)
+    table = tuning(kernels, device)
+    wanted = kernels.removeprefix("interpret-")
+    if kernels == "auto":
+        wanted = "fused"
+        if table is not None and unsupported(config, table.auto, alone) is None:
+            wanted = table.auto
+    reason = unsupported(config, wanted, alone)
     if weights != "native":
         reason = f"weights {weights}: the kernels read the model's own dtype"
-    if kernels != "interpret" and table(device) is None:
+    if table is None:
         kind = f"{device.platform} ({device.device_kind})"
         reason = (
             f"device {kind}: there are kernels for NVIDIA from compute capability 8.0 and gfx942"
@@ -56,7 +65,16 @@ def choose(kernels: str, config: LaneformerConfig, device: Any, weights: str = "
     if kernels == "auto":
         if reason is not None and device.platform == "gpu":
             print(f"kernels: xla, since the fused ones do not support {reason}", file=sys.stderr)
-        return "xla" if reason is not None else "fused"
+        return "xla" if reason is not None else wanted
     if reason is not None:
         raise UserError(f"kernels: {kernels!r} cannot run: {reason}")
     return kernels
+
+
+def tuning(kernels: str, device: Any) -> Tuning | None:
+    """The table that `kernels` run with on `device`; None where they cannot.
+
+    Raises:
+        UserError: a tuned table that is not one.
+    """
+    return INTERPRETER if kernels in INTERPRETED else for_device(device)

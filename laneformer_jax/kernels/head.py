@@ -59,33 +59,40 @@ def logits(
     num_lanes: int,
     w_VD: jax.Array,
     blocks: Rows,
+    first: jax.Array,
+    ids: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """As `logits_reference`, in one launch that also looks for the likeliest token.
 
+    first: int32, the id of row 0; ids: how many there are, so that rows behind them get -inf.
+
     Returns:
         logits [V] in the weights' dtype; and for each of N blocks of rows its highest logit, float32 [N],
-        and the first row that has it, int32 [N].
+        and the first id that has it, int32 [N].
     """
     vocab, hidden = w_VD.shape
     rows = block(vocab, blocks.rows)
     programs = vocab // rows
 
-    def kernel(total_ref: Ref, w_ref: Ref, logits_ref: Ref, best_ref: Ref, row_ref: Ref) -> None:
+    def kernel(
+        first_ref: Ref, total_ref: Ref, w_ref: Ref, logits_ref: Ref, best_ref: Ref, id_ref: Ref
+    ) -> None:
         row_R = program(0) * rows + jnp.arange(rows)
         source = Mean(total_ref, num_lanes, w_ref.dtype)
         [logit_R] = products(b, [(w_ref, (row_R,))], source, hidden, blocks.columns)
-        logit_R = b.rounded(logit_R, w_ref.dtype)
+        id_R = b.load(first_ref, 0) + row_R
+        logit_R = jnp.where(id_R < ids, b.rounded(logit_R, w_ref.dtype), -jnp.inf)
         b.store(logits_ref, row_R, value=logit_R)
         best = jnp.max(logit_R)
         b.store(best_ref, program(0), value=best)
-        first = jnp.min(jnp.where(logit_R == best, row_R, jnp.iinfo(jnp.int32).max))
-        b.store(row_ref, program(0), value=first)
+        likeliest = jnp.min(jnp.where(logit_R == best, id_R, jnp.iinfo(jnp.int32).max))
+        b.store(id_ref, program(0), value=likeliest)
 
-    logits_V, best_N, row_N = b.launch(
+    logits_V, best_N, id_N = b.launch(
         kernel,
         "head",
         (programs,),
-        [total_D, w_VD],
+        [jnp.reshape(first, 1), total_D, w_VD],
         [
             jax.ShapeDtypeStruct((vocab,), w_VD.dtype),
             jax.ShapeDtypeStruct((programs,), jnp.float32),
@@ -93,7 +100,7 @@ def logits(
         ],
         blocks.launch,
     )
-    return logits_V, best_N, row_N
+    return logits_V, best_N, id_N
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,13 @@
-"""A whole layer in one launch: programs that stay, share out the tiles of one operation after another, and
-meet in between.
+"""Whole layers in one launch, one layer or all of a token: programs that stay, share out the tiles of one
+operation after another, and meet in between.
 
-Shapes: L lanes of this device, D hidden, T cache slots, K kv heads of a lane, d head size.
+Shapes: L lanes of this device, D hidden, T cache slots, K kv heads of a lane, d head size, N layers of a
+launch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +20,7 @@ from laneformer_jax.kernels.project import Past, Rule
 from laneformer_jax.kernels.rows import Normed, Vector
 from laneformer_jax.kernels.tuning import Tuning, block
 
-PHASES = 5  # norm_qkv, attention, attention_out, norm_gate_up, mlp_down
+PHASES = 5  # of a layer: norm_qkv, attention, attention_out, norm_gate_up, mlp_down
 
 
 class Weights(NamedTuple):
@@ -31,9 +32,19 @@ class Weights(NamedTuple):
     w2_LDI: jax.Array
 
 
+class Layer(NamedTuple):
+    """A layer of a launch. A rule's past may be `Earlier`: made in the same launch."""
+
+    weights: Weights
+    keys_LKTd: jax.Array
+    values_LKTd: jax.Array
+    window: int | None
+    rules: tuple[Rule, Rule]  # of attention and MLP
+
+
 class Scratch(NamedTuple):
-    """What programs hand to each other; its contents matter within a launch only, but for the two
-    counters, which must start as zeros."""
+    """What programs hand to each other; its contents matter within a launch only, but for the
+    counters, which are zeros before and after."""
 
     q_LO: jax.Array
     heard_LO: jax.Array
@@ -43,17 +54,25 @@ class Scratch(NamedTuple):
     between_LD: jax.Array  # streams after attention
     gated_LF: jax.Array
     parts: jax.Array  # `attention.empty_counter`
-    meetings: jax.Array  # int32 [L], of which the first counts: split over devices as the others
+    # int32 [2·L], of which the first two count: programs that came to a meeting, and that are done. So
+    # many, because they are split over devices as the others are.
+    meetings: jax.Array
 
 
-class Output(NamedTuple):
-    """After a layer: streams, raw outputs of both modules, cache, and the scratch to go on with."""
+class Made(NamedTuple):
+    """What a launch leaves of one layer: raw outputs of both modules, and the cache."""
 
-    x_LD: jax.Array
     attention_LD: jax.Array
     mlp_LD: jax.Array
     keys_LKTd: jax.Array
     values_LKTd: jax.Array
+
+
+class Output(NamedTuple):
+    """After a launch: streams, what its layers made, and the scratch to go on with."""
+
+    x_LD: jax.Array
+    made: tuple[Made, ...]
     scratch: Scratch
 
 
@@ -79,108 +98,159 @@ def empty_scratch(
         jnp.zeros(streams, dtype),
         jnp.zeros((lanes, neurons), dtype),
         attention.empty_counter(lanes, kv_heads),
-        jnp.zeros((lanes,), jnp.int32),
+        jnp.zeros((2 * lanes,), jnp.int32),
     )
 
 
-def layer(
+def run_layers(
     b: Backend,
     x_LD: jax.Array,
-    weights: Weights,
+    layers: Sequence[Layer],
     eps: float,
     angles: tuple[jax.Array, jax.Array],
-    keys_LKTd: jax.Array,
-    values_LKTd: jax.Array,
     position: jax.Array,
-    window: int | None,
-    rules: tuple[Rule, Rule],
     scratch: Scratch,
     t: Tuning,
+    name: str,
     y_dtype: jnp.dtype | None = None,
     phase: int | None = None,
     sofar: Output | None = None,
 ) -> Output:
-    """One layer for one token.
+    """These layers, one after another, for one token.
 
     y_dtype: of the modules' raw outputs, as in `project.project`.
-    phase: only this one, which needs no meeting and so any number of programs one after another; the
-    phases before it have left `sofar`.
+    phase: only this one of N · `PHASES`, which needs no meeting and so any number of programs one after
+    another; the phases before it have left `sofar`.
     """
     lanes, hidden = x_LD.shape
     programs = t.layer.count
-    pasts = [p for rule in rules if rule.past is not None for p in _arrays(rule.past)]
-    flat_weights = jax.tree.leaves(weights)
     raw: Any = jax.ShapeDtypeStruct(x_LD.shape, y_dtype or x_LD.dtype)
-    made = Output(x_LD, raw, raw, keys_LKTd, values_LKTd, scratch)
-    if sofar is None:
-        kept, first = [keys_LKTd, values_LKTd, *scratch], 3  # the others are written whole
-    else:
-        kept, first = jax.tree.leaves(sofar), 0
-    inputs = [jnp.reshape(position, 1), *angles, x_LD, *flat_weights, *pasts]
+    made = Output(
+        x_LD,
+        tuple(Made(raw, raw, one.keys_LKTd, one.values_LKTd) for one in layers),
+        scratch,
+    )
+    before = sofar or made
+    # What the kernel also reads, or keeps parts of, is the same memory as the output; the rest is written
+    # whole.
+    numbers = range(len(jax.tree.leaves(made)))
+    written = jax.tree.unflatten(jax.tree.structure(made), numbers)
+    whole = (
+        {written.x_LD} | {n for one in written.made for n in one[:2]} if sofar is None else set()
+    )
+    kept = [n for n in numbers if n not in whole]
+    read = jax.tree.leaves(before)
+    pasts = [[_arrays(rule.past) for rule in one.rules] for one in layers]
+    tree = ([one.weights for one in layers], pasts)
+    others, structure = jax.tree.flatten(tree)
+    inputs = [jnp.reshape(position, 1), *angles, x_LD, *others]
 
     def kernel(position_ref: Ref, cos_ref: Ref, sin_ref: Ref, x_ref: Ref, *rest: Ref) -> None:
-        w = jax.tree.unflatten(jax.tree.structure(weights), rest[: len(flat_weights)])
-        past_refs = list(rest[len(flat_weights) : len(flat_weights) + len(pasts)])
-        out = jax.tree.unflatten(jax.tree.structure(made), rest[len(inputs) - 4 + len(kept) :])
-        s = out.scratch
-        at = b.load(position_ref, 0)
-        pid = program(0)
-
-        def share(count: int, tile: Callable[[jax.Array], None]) -> None:
-            """Tiles 0 … count−1, every `programs`-th to each program."""
-
-            def one(i: jax.Array, carry: jax.Array) -> jax.Array:
-                tile(pid + i * programs)
-                return carry
-
-            lax.fori_loop(0, lax.div(count - pid + programs - 1, jnp.int32(programs)), one, 0)
-
-        def over_rows(size: int, rows: int, tile: Callable[[jax.Array, jax.Array], None]) -> None:
-            """Tiles of `rows` of `size` rows in each lane."""
-            blocks = size // rows
-            share(
-                blocks * lanes,
-                lambda i: tile(lax.div(i, jnp.int32(blocks)), lax.rem(i, jnp.int32(blocks)) * rows),
+        weights, past_refs = jax.tree.unflatten(structure, rest[: len(others)])
+        out = jax.tree.unflatten(jax.tree.structure(made), rest[len(others) + len(kept) :])
+        run = _Phases(
+            b, t, lanes, hidden, eps, b.load(position_ref, 0), (cos_ref, sin_ref), out.scratch
+        )
+        todo: list[Callable[[], None]] = []
+        for i, one in enumerate(layers):
+            streams = (x_ref, False) if i == 0 else (out.x_LD, True)
+            arriving = tuple(
+                _refs(rule.past, refs, out.made)
+                for rule, refs in zip(one.rules, past_refs[i], strict=True)
             )
+            todo += run.of_layer(one, weights[i], out.made[i], streams, out.x_LD, arriving)
+        for i, one_phase in enumerate(todo):
+            if phase in (None, i):
+                one_phase()
+            if phase is None and i < len(todo) - 1:
+                b.sync_programs(out.scratch.meetings, programs)
+        if phase is None:
+            b.end_meetings(out.scratch.meetings, programs)
+
+    outputs = b.launch(
+        kernel,
+        name,
+        (programs,),
+        [*inputs, *(read[n] for n in kept)],
+        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(made)],
+        t.layer.launch,
+        in_place={len(inputs) + i: n for i, n in enumerate(kept)},
+    )
+    result: Output = jax.tree.unflatten(jax.tree.structure(made), outputs)
+    return result
+
+
+class Earlier(NamedTuple):
+    """The raw output of a module (0 attention, 1 MLP) of layer `layer` of the same launch, as the `own_LD`
+    of a `Past`."""
+
+    layer: int
+    module: int
+
+
+class _Arriving(NamedTuple):
+    """What of other lanes reaches a module; all None: nothing. fresh: made in this launch."""
+
+    own: Ref = None
+    total: Ref = None
+    fresh: bool = False
+
+
+class _Phases(NamedTuple):
+    """Operations of layers as phases of a kernel, and what they have in common."""
+
+    b: Backend
+    t: Tuning
+    lanes: int
+    hidden: int
+    eps: float
+    position: jax.Array
+    angles: tuple[Ref, Ref]
+    s: Scratch
+
+    def of_layer(
+        self,
+        layer: Layer,
+        w: Weights,
+        out: Made,
+        streams: tuple[Ref, bool],  # and whether they were made in this launch
+        after: Ref,
+        arriving: tuple[_Arriving, ...],
+    ) -> list[Callable[[], None]]:
+        """The five phases of a layer; their refs take the places of the arrays."""
+        b, t, s = self.b, self.t, self.s
+        x_ref, made_here = streams
 
         def norm_qkv() -> None:
-            refs = qkv.Refs(
-                at,
-                cos_ref,
-                sin_ref,
-                w.qkv.wq_LOD,
-                w.qkv.wk_LOD,
-                w.qkv.wv_LOD,
-                s.q_LO,
-                out.keys_LKTd,
-                out.values_LKTd,
-            )
+            matrices = (w.qkv.wq_LOD, w.qkv.wk_LOD, w.qkv.wv_LOD)
+            into = (s.q_LO, out.keys_LKTd, out.values_LKTd)
+            refs = qkv.Refs(self.position, *self.angles, *matrices, *into)
             size = w.qkv.wq_LOD.shape[1] + 2 * w.qkv.wk_LOD.shape[1]
             rows = block(out.keys_LKTd.shape[3], t.qkv.rows)
 
             def tile(lane: jax.Array, row: jax.Array) -> None:
-                source = Normed(Vector(x_ref, lane), w.qkv.norm, eps)
+                source = Normed(Vector(x_ref, lane, fresh=made_here), w.qkv.norm, self.eps)
                 qkv.tile(b, refs, source, lane, row, rows, t.qkv.columns)
 
-            over_rows(size, rows, tile)
+            self._over_rows(size, rows, tile)
 
         def attend() -> None:
-            refs = attention.Refs(
-                s.q_LO, out.keys_LKTd, out.values_LKTd, s.weighted, s.peak, s.total, s.heard_LO
-            )
+            cache = (out.keys_LKTd, out.values_LKTd)
+            refs = attention.Refs(s.q_LO, *cache, s.weighted, s.peak, s.total, s.heard_LO)
             heads, splits = out.keys_LKTd.shape[1], t.attention.splits
 
             def tile(i: jax.Array) -> None:
                 split, i = lax.rem(i, jnp.int32(splits)), lax.div(i, jnp.int32(splits))
                 head, lane = lax.rem(i, jnp.int32(heads)), lax.div(i, jnp.int32(heads))
-                keys = t.attention.keys
-                attention.part(b, refs, at, window, lane, head, split, keys, fresh=True)
+                at = (self.position, layer.window, lane, head, split)
+                attention.part(b, refs, *at, t.attention.keys, fresh=True)
                 attention.combine_if_last(b, refs, s.parts, lane, head)
 
-            share(splits * heads * lanes, tile)
+            self._share(splits * heads * self.lanes, tile)
 
         def attention_out() -> None:
-            into(x_ref, s.heard_LO, w.wo_LDI, s.between_LD, out.attention_LD, 0, fresh=False)
+            refs = project.Refs(x_ref, w.wo_LDI, s.between_LD, out.attention_LD, *arriving[0][:2])
+            self._project(refs, s.heard_LO, layer.rules[0], t.out, made_here, arriving[0].fresh)
 
         def norm_gate_up() -> None:
             refs = gate_up.Refs(w.gate_up.w1_LFD, w.gate_up.w3_LFD, s.gated_LF)
@@ -188,51 +258,61 @@ def layer(
             rows = block(size, t.gate_up.rows)
 
             def tile(lane: jax.Array, row: jax.Array) -> None:
-                source = Normed(Vector(s.between_LD, lane, fresh=True), w.gate_up.norm, eps)
+                between = Vector(s.between_LD, lane, fresh=True)
+                source = Normed(between, w.gate_up.norm, self.eps)
                 gate_up.tile(b, refs, source, lane, row, rows, t.gate_up.columns)
 
-            over_rows(size, rows, tile)
+            self._over_rows(size, rows, tile)
 
         def mlp_down() -> None:
-            into(s.between_LD, s.gated_LF, w.w2_LDI, out.x_LD, out.mlp_LD, 1, fresh=True)
+            refs = project.Refs(s.between_LD, w.w2_LDI, after, out.mlp_LD, *arriving[1][:2])
+            self._project(refs, s.gated_LF, layer.rules[1], t.down, True, arriving[1].fresh)
 
-        def into(
-            stream: Ref, a: Ref, matrix: Ref, after: Ref, y: Ref, module: int, fresh: bool
-        ) -> None:
-            blocks = (t.out, t.down)[module]
-            rows = block(hidden, blocks.rows)
-            before = len(_arrays(rules[0].past)) if module else 0
-            own_past = past_refs[before : before + len(_arrays(rules[module].past))]
-            refs = project.Refs(stream, matrix, after, y, *own_past)
+        return [norm_qkv, attend, attention_out, norm_gate_up, mlp_down]
 
-            def tile(lane: jax.Array, row: jax.Array) -> None:
-                source = Vector(a, lane, fresh=True)
-                scale = rules[module].scale
-                project.tile(b, refs, source, scale, lane, row, rows, blocks.columns, fresh)
+    def _project(
+        self, refs: project.Refs, a: Ref, rule: Rule, blocks: Any, fresh: bool, past_fresh: bool
+    ) -> None:
+        rows = block(self.hidden, blocks.rows)
 
-            over_rows(hidden, rows, tile)
+        def tile(lane: jax.Array, row: jax.Array) -> None:
+            source = Vector(a, lane, fresh=True)
+            place = (lane, row, rows, blocks.columns)
+            project.tile(self.b, refs, source, rule.scale, *place, fresh, past_fresh)
 
-        phases = (norm_qkv, attend, attention_out, norm_gate_up, mlp_down)
-        for i, run in enumerate(phases):
-            if phase in (None, i):
-                run()
-            if phase is None and i < PHASES - 1:
-                b.sync_programs(s.meetings, programs)
+        self._over_rows(self.hidden, rows, tile)
 
-    outputs = b.launch(
-        kernel,
-        "layer",
-        (programs,),
-        [*inputs, *kept],
-        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(made)],
-        t.layer.launch,
-        in_place={len(inputs) + i: first + i for i in range(len(kept))},
-    )
-    result: Output = jax.tree.unflatten(jax.tree.structure(made), outputs)
-    return result
+    def _over_rows(
+        self, size: int, rows: int, tile: Callable[[jax.Array, jax.Array], None]
+    ) -> None:
+        """Tiles of `rows` of `size` rows in each lane."""
+        blocks = jnp.int32(size // rows)
+        self._share(
+            size // rows * self.lanes,
+            lambda i: tile(lax.div(i, blocks), lax.rem(i, blocks) * rows),
+        )
+
+    def _share(self, count: int, tile: Callable[[jax.Array], None]) -> None:
+        """Tiles 0 … count−1, every so many-th to each program."""
+        pid, programs = program(0), self.t.layer.count
+
+        def one(i: jax.Array, carry: jax.Array) -> jax.Array:
+            tile(pid + i * programs)
+            return carry
+
+        lax.fori_loop(0, lax.div(count - pid + programs - 1, jnp.int32(programs)), one, 0)
 
 
 def _arrays(past: Past | None) -> list[jax.Array]:
-    if past is None:
+    """What a launch must be given of a past."""
+    if past is None or isinstance(past.own_LD, Earlier):
         return []
     return [past.own_LD] if past.total_D is None else [past.own_LD, past.total_D]
+
+
+def _refs(past: Past | None, given: list[Ref], made: tuple[Made, ...]) -> _Arriving:
+    if past is None:
+        return _Arriving()
+    if isinstance(past.own_LD, Earlier):
+        return _Arriving(made[past.own_LD.layer][past.own_LD.module], fresh=True)
+    return _Arriving(*given)

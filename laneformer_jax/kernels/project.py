@@ -21,9 +21,10 @@ from laneformer_jax.precision import rounded
 @dataclass(frozen=True)
 class Past:
     """The partial outputs that reach this module from δ layers ago: `own_LD` of these lanes, and the sum
-    over all lanes, float32 [D]. None: all lanes are these."""
+    over all lanes, float32 [D]. None: all lanes are these. In a launch of several layers `own_LD` may be a
+    `layer.Earlier`."""
 
-    own_LD: jax.Array
+    own_LD: Any
     total_D: jax.Array | None = None
 
 
@@ -117,20 +118,22 @@ def tile(
     rows: int,
     columns: int,
     fresh: bool = False,
+    past_fresh: bool = False,
 ) -> None:
-    """Rows `row` … of one lane. fresh: x is of this launch."""
+    """Rows `row` … of one lane. fresh: x is of this launch; past_fresh: so is the past."""
     lanes = refs.x.shape[0]
     dtype = refs.x.dtype
     row_R = row + jnp.arange(rows)
     x_R = b.load(refs.x, lane, row_R, fresh=fresh).astype(jnp.float32)
     if refs.past is not None:
-        past_R = b.load(refs.past, lane, row_R).astype(jnp.float32)
+        past_R = b.load(refs.past, lane, row_R, fresh=past_fresh).astype(jnp.float32)
         if refs.total is not None:
             total_R = b.load(refs.total, row_R)
         else:
             total_R = jnp.zeros((rows,), jnp.float32)
             for other in range(lanes):
-                total_R += b.load(refs.past, other, row_R).astype(jnp.float32)
+                other_R = b.load(refs.past, other, row_R, fresh=past_fresh)
+                total_R += other_R.astype(jnp.float32)
         due_R = b.rounded(b.rounded(total_R, dtype) - past_R, dtype)
     [y_R] = products(b, [(refs.w, (lane, row_R))], source, refs.w.shape[2], columns)
     y_R = b.rounded(y_R, dtype)

@@ -1,4 +1,5 @@
-"""One token through all layers on this device's lanes: five launches a layer, or one; two for the head.
+"""One token through all layers on this device's lanes: five launches a layer, one, or one for all layers;
+and two for the head.
 
 Shapes: L lanes of this device, D hidden, T cache slots of a layer, K kv heads of a lane, d head size,
 V vocabulary rows of this device, N blocks of them.
@@ -7,7 +8,7 @@ V vocabulary rows of this device, N blocks of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -17,18 +18,28 @@ from laneformer_jax import rope
 from laneformer_jax.blocks import DecoderLayer, LaneLinear
 from laneformer_jax.cache import RingCache
 from laneformer_jax.config import ATTENTION, MLP, LaneformerConfig
+from laneformer_jax.errors import UserError
 from laneformer_jax.exchange import Lanes
 from laneformer_jax.kernels import attention, gate_up, head, plain, project, qkv
+from laneformer_jax.kernels import layer as whole
 from laneformer_jax.kernels.backend import Backend
-from laneformer_jax.kernels.layer import Scratch, Weights, empty_scratch, layer
+from laneformer_jax.kernels.choose import unsupported
+from laneformer_jax.kernels.layer import Earlier, Layer, Scratch, Weights
 from laneformer_jax.kernels.project import Past, Rule
 from laneformer_jax.kernels.tuning import Tuning
 from laneformer_jax.model import Laneformer
 from laneformer_jax.norms import LaneRMSNorm, RMSNorm
 from laneformer_jax.precision import rounded
 
-# (model, lanes, ids [B,S], cache) -> streams [L,B,S,D] and the cache with these tokens in it.
-Step = Callable[[Laneformer, Lanes, jax.Array, RingCache], tuple[jax.Array, RingCache]]
+
+@dataclass(frozen=True)
+class Kernels:
+    """What runs a token. launches: "fused" is one for each operation of a layer, "layer" one for a layer,
+    "token" one for all layers, for which all lanes must be on this device."""
+
+    backend: Backend
+    tuning: Tuning
+    launches: str = "fused"
 
 
 class State(NamedTuple):
@@ -36,7 +47,7 @@ class State(NamedTuple):
 
     keys: tuple[jax.Array, ...]  # one [L,K,T,d] per layer: a ring of the last T tokens
     values: tuple[jax.Array, ...]
-    scratch: jax.Array | Scratch  # `attention.empty_counter`, or of whole layers
+    scratch: jax.Array | Scratch  # see `empty_scratch`
 
 
 class Output(NamedTuple):
@@ -47,37 +58,43 @@ class Output(NamedTuple):
 
 
 def empty_state(
+    kernels: Kernels,
     config: LaneformerConfig,
     slots: tuple[int, ...],
     dtype: jnp.dtype,
     local_lanes: int,
-    whole_layers: Tuning | None = None,
 ) -> State:
     """A state without tokens, layer i with `slots[i]` cache slots: at least its window, or the longest
-    context. whole_layers: with scratch for a launch per layer of that tuning."""
+    context."""
     heads = config.num_key_value_heads // config.num_lanes
     keys, values = (
         tuple(jnp.zeros((local_lanes, heads, t, config.head_size), dtype) for t in slots)
         for _ in range(2)
     )
-    if whole_layers is None:
-        return State(keys, values, attention.empty_counter(local_lanes, heads))
-    lanes, d = config.num_lanes, config.head_size
-    scratch = empty_scratch(
+    return State(keys, values, empty_scratch(kernels, config, dtype, local_lanes))
+
+
+def empty_scratch(
+    kernels: Kernels, config: LaneformerConfig, dtype: jnp.dtype, local_lanes: int
+) -> jax.Array | Scratch:
+    """Scratch for a first token: `attention.empty_counter`, or that of whole layers."""
+    lanes = config.num_lanes
+    kv_heads = config.num_key_value_heads // lanes
+    if kernels.launches == "fused":
+        return attention.empty_counter(local_lanes, kv_heads)
+    return whole.empty_scratch(
         (local_lanes, config.hidden_size),
         config.num_attention_heads // lanes,
-        heads,
-        d,
+        kv_heads,
+        config.head_size,
         config.intermediate_size // lanes,
         dtype,
-        whole_layers,
+        kernels.tuning,
     )
-    return State(keys, values, scratch)
 
 
 def decode_step(
-    b: Backend,
-    tuning: Tuning,
+    kernels: Kernels,
     model: Laneformer,
     lanes: Lanes,
     w_VD: jax.Array,
@@ -86,13 +103,12 @@ def decode_step(
     state: State,
 ) -> tuple[Output, State]:
     """`layers_step` and `head_step`: from one token to the next."""
-    x_LD, state = layers_step(b, tuning, model, lanes, token, position, state)
-    return head_step(b, tuning, model, lanes, w_VD, x_LD), state
+    x_LD, state = layers_step(kernels, model, lanes, token, position, state)
+    return head_step(kernels, model, lanes, w_VD, x_LD), state
 
 
 def layers_step(
-    b: Backend,
-    tuning: Tuning,
+    kernels: Kernels,
     model: Laneformer,
     lanes: Lanes,
     token: jax.Array,
@@ -105,8 +121,14 @@ def layers_step(
     The same function as `Laneformer.trunk` on one token with a cache. Inside a shard_map where
     `lanes.axis` is set each device runs its lanes, and delayed sums are under way while the layers
     between run.
+
+    Raises:
+        UserError: a model that these kernels cannot run; see `choose.unsupported`.
     """
     cfg = model.config
+    reason = unsupported(cfg, kernels.launches, alone=lanes.axis is None)
+    if reason is not None:
+        raise UserError(f"kernels: {kernels.launches!r} cannot run: {reason}")
     row_D = jax.lax.dynamic_index_in_dim(model.tok_embeddings.weight[...], token, keepdims=False)
     local_lanes = state.keys[0].shape[0]
     x_LD = jnp.broadcast_to(lanes.enter(row_D), (local_lanes, *row_D.shape))
@@ -114,11 +136,20 @@ def layers_step(
     angles = (cos_BSh[0, 0], sin_BSh[0, 0])
     alone = lanes.axis is not None and local_lanes == 1
     run = _Token(
-        b, tuning, cfg, angles, position, _Exchange(cfg, lanes), jnp.float32 if alone else None
+        kernels.backend,
+        kernels.tuning,
+        cfg,
+        angles,
+        position,
+        _Exchange(cfg, lanes),
+        jnp.float32 if alone else None,
     )
     keys, values, scratch = list(state.keys), list(state.values), state.scratch
-    for i, module in enumerate(model.layers):
-        cache, w = (keys[i], values[i]), _weights(module)
+    weights = [_weights(module) for module in model.layers]
+    if kernels.launches == "token":
+        return _at_once(run, x_LD, weights, state)
+    for i, w in enumerate(weights):
+        cache = (keys[i], values[i])
         if not isinstance(scratch, Scratch):
             x_LD, keys[i], values[i], scratch = _piecewise(run, i, x_LD, w, *cache, scratch)
         elif cfg.sums_now(i):  # which no launch can wait for
@@ -129,8 +160,9 @@ def layers_step(
     return x_LD, State(tuple(keys), tuple(values), scratch)
 
 
-class _Token(NamedTuple):
-    """What all layers of one token share."""
+@dataclass(frozen=True)
+class _Token:
+    """What the layers of one token have in common."""
 
     b: Backend
     tuning: Tuning
@@ -183,82 +215,97 @@ def _whole(
 ) -> tuple[jax.Array, jax.Array, jax.Array, Scratch]:
     """Layer i in one launch: streams, cache, scratch."""
     exchange = run.exchange
-    out = layer(
-        run.b,
-        x_LD,
-        w,
-        run.config.norm_eps,
-        run.angles,
-        keys_LKTd,
-        values_LKTd,
-        run.position,
-        run.config.window(i),
-        (exchange.rule(i, ATTENTION), exchange.rule(i, MLP)),
-        scratch,
-        run.tuning,
-        run.y_dtype,
-    )
-    for module, y_LD in ((ATTENTION, out.attention_LD), (MLP, out.mlp_LD)):
+    rules = (exchange.rule(i, ATTENTION), exchange.rule(i, MLP))
+    one = Layer(w, keys_LKTd, values_LKTd, run.config.window(i), rules)
+    out = _launch(run, x_LD, [one], scratch, "layer")
+    made = out.made[0]
+    for module, y_LD in ((ATTENTION, made.attention_LD), (MLP, made.mlp_LD)):
         x_LD = exchange.queue(i, module, x_LD, y_LD, out.x_LD)
-    return x_LD, out.keys_LKTd, out.values_LKTd, out.scratch
+    return x_LD, made.keys_LKTd, made.values_LKTd, out.scratch
+
+
+def _at_once(
+    run: _Token, x_LD: jax.Array, weights: list[Weights], state: State
+) -> tuple[jax.Array, State]:
+    """All layers in one launch."""
+    exchange, layers = run.exchange, []
+    for i, w in enumerate(weights):
+        rules = []
+        for number, module in enumerate((ATTENTION, MLP)):
+            rules.append(exchange.rule(i, module))
+            exchange.queue_earlier(i, module, Earlier(i, number))
+        window = run.config.window(i)
+        layers.append(Layer(w, state.keys[i], state.values[i], window, (rules[0], rules[1])))
+    assert isinstance(state.scratch, Scratch)
+    out = _launch(run, x_LD, layers, state.scratch, "token")
+    keys, values = (tuple(rings) for rings in zip(*(one[2:] for one in out.made), strict=True))
+    return out.x_LD, State(keys, values, out.scratch)
+
+
+def _launch(
+    run: _Token, x_LD: jax.Array, layers: list[Layer], scratch: Scratch, name: str
+) -> whole.Output:
+    eps, rest = run.config.norm_eps, (run.angles, run.position, scratch, run.tuning, name)
+    return whole.run_layers(run.b, x_LD, layers, eps, *rest, run.y_dtype)
 
 
 def head_step(
-    b: Backend,
-    tuning: Tuning,
+    kernels: Kernels,
     model: Laneformer,
     lanes: Lanes,
     w_VD: jax.Array,
     x_LD: jax.Array,
+    vocab: int | None = None,
 ) -> Output:
     """Final norm, lane mean, and the head `w`; over several devices each has its part of the rows.
 
-    For models without `pre_norm_lane_agg` whose head is `replicate`.
+    For models of which `has_head` is true. vocab: ids that may be drawn, the first so many; the logits of
+    others are -inf.
     """
-    config = model.config
+    b, config, tuning = kernels.backend, model.config, kernels.tuning
     total_D = head.norm_total(b, x_LD, _scale(model.norm), config.norm_eps, tuning.norm)
+    first = jnp.zeros((), jnp.int32)
     if lanes.axis:
         total_D = lanes.enter(jax.lax.psum(total_D, lanes.axis))
-    logits_V, best_N, row_N = head.logits(b, total_D, config.num_lanes, w_VD, tuning.head)
+        first = jax.lax.axis_index(lanes.axis).astype(jnp.int32) * len(w_VD)
+    logits_V, best_N, id_N = head.logits(
+        b, total_D, config.num_lanes, w_VD, tuning.head, first, vocab or config.vocab_size
+    )
     block = jnp.argmax(best_N)
     if lanes.axis is None:
-        return Output(logits_V, row_N[block])
-    token = row_N[block] + jax.lax.axis_index(lanes.axis) * len(logits_V)
+        return Output(logits_V, id_N[block])
     # Side by side over the devices; a float32 holds every row number exactly.
-    both = jnp.stack([best_N[block], token.astype(jnp.float32)])[:, None]
+    both = jnp.stack([best_N[block], id_N[block].astype(jnp.float32)])[:, None]
     best_n, token_n = lanes.concatenate(both)
     return Output(logits_V, token_n[jnp.argmax(best_n)].astype(jnp.int32))
 
 
-def over_cache(b: Backend, tuning: Tuning, otherwise: Step) -> Step:
-    """`layers_step` as a step of the decode loop; `otherwise` takes several tokens or rows at once."""
+def has_head(config: LaneformerConfig) -> bool:
+    """Whether `head_step` makes the logits of a model."""
+    return config.lm_head_type == "replicate" and not config.pre_norm_lane_agg
 
-    def run(
-        model: Laneformer, lanes: Lanes, ids_BS: jax.Array, cache: RingCache
-    ) -> tuple[jax.Array, RingCache]:
-        if ids_BS.shape != (1, 1):
-            return otherwise(model, lanes, ids_BS, cache)
-        local_lanes = len(model.layers[0].attention.wq.weight[...])
-        keys, values = (
-            tuple(x.reshape(local_lanes, -1, *x.shape[-2:]) for x in rings) for rings in cache[:2]
-        )
-        counter = attention.empty_counter(*keys[0].shape[:2])
-        x_LD, state = layers_step(
-            b,
-            tuning,
-            model,
-            lanes,
-            ids_BS[0, 0],
-            cache.length_B[0],
-            State(keys, values, counter),
-        )
-        keys, values = (
-            tuple(x.reshape(old.shape) for x, old in zip(new, rings, strict=True))
-            for new, rings in zip(state[:2], cache[:2], strict=True)
-        )
-        return x_LD[:, None, None], RingCache(keys, values, cache.length_B + 1)
 
-    return run
+def over_cache(
+    kernels: Kernels,
+    model: Laneformer,
+    lanes: Lanes,
+    token: jax.Array,
+    cache: RingCache,
+    scratch: jax.Array | Scratch,
+) -> tuple[jax.Array, RingCache, jax.Array | Scratch]:
+    """`layers_step` on the decode engine's cache of one row: streams [L,D], cache, scratch."""
+    local_lanes = len(model.layers[0].attention.wq.weight[...])
+    keys, values = (
+        tuple(x.reshape(local_lanes, -1, *x.shape[-2:]) for x in rings) for rings in cache[:2]
+    )
+    x_LD, state = layers_step(
+        kernels, model, lanes, token, cache.length_B[0], State(keys, values, scratch)
+    )
+    keys, values = (
+        tuple(x.reshape(old.shape) for x, old in zip(new, rings, strict=True))
+        for new, rings in zip(state[:2], cache[:2], strict=True)
+    )
+    return x_LD, RingCache(keys, values, cache.length_B + 1), state.scratch
 
 
 def _scale(norm: RMSNorm | LaneRMSNorm) -> jax.Array:
@@ -295,6 +342,11 @@ class _Exchange:
         scaled |= not early and last and cfg.final_own_scale == "sqrt_lanes"
         scale = math.sqrt(cfg.num_lanes) if scaled else 1.0
         return Rule(scale, self.in_flight.pop((layer, module), None))
+
+    def queue_earlier(self, layer: int, module: str, y: Earlier) -> None:
+        """As `queue`, for a launch of several layers on the one device with all lanes."""
+        if self.config.queues(layer, module):
+            self.in_flight[layer + self.config.broadcast_delay, module] = Past(y)
 
     def queue(
         self,

@@ -1,10 +1,29 @@
-"""Block sizes, warps and pipeline depths per GPU. Untuned: chosen from what compiles without spills."""
+"""Block sizes, warps and pipeline depths of the kernels, as data: a table per kind of GPU.
+
+`tables/*.yaml` are shipped, chosen from what compiles without spills; `laneformer tune` measures on a GPU
+and writes one for it, which then comes first. Imports no Pallas.
+"""
 
 from __future__ import annotations
 
+import os
+import re
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
 
-from laneformer_jax.kernels.backend import Launch
+from laneformer_jax import settings
+
+SHIPPED = ("sm_90", "gfx942")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How many warps of 32 (AMD: 64) threads a program has, and the depth of its load pipelines."""
+
+    warps: int = 4
+    stages: int = 1
 
 
 @dataclass(frozen=True)
@@ -13,7 +32,7 @@ class Rows:
 
     rows: int
     columns: int
-    launch: Launch
+    launch: Launch = Launch()
 
 
 @dataclass(frozen=True)
@@ -22,22 +41,22 @@ class Keys:
 
     splits: int
     keys: int
-    launch: Launch
+    launch: Launch = Launch()
 
 
 @dataclass(frozen=True)
 class Programs:
-    """A whole layer in one launch: programs that are all on the GPU at once, no more than one on a
+    """Whole layers in one launch: programs that are all on the GPU at once, no more than one on a
     multiprocessor, and fewer than those where a collective must run beside them."""
 
     count: int
-    launch: Launch
+    launch: Launch = Launch()
 
 
 @dataclass(frozen=True)
 class Tuning:
     """All block sizes are upper limits: a kernel takes the largest power of two that divides the size
-    at hand."""
+    at hand. auto: what `--kernels auto` runs; `token` only where all lanes are on one GPU."""
 
     qkv: Rows
     attention: Keys
@@ -47,30 +66,56 @@ class Tuning:
     norm: Rows  # `rows` are columns of the lane mean that a program makes
     head: Rows
     layer: Programs
+    auto: Literal["fused", "layer", "token"] = "fused"
 
 
-TABLES: dict[str, Tuning] = {
-    "sm_90": Tuning(
-        qkv=Rows(8, 1024, Launch(warps=4)),
-        attention=Keys(16, 64, Launch(warps=4, stages=2)),
-        out=Rows(16, 128, Launch(warps=4)),
-        gate_up=Rows(4, 1024, Launch(warps=4)),
-        down=Rows(8, 512, Launch(warps=4)),
-        norm=Rows(128, 1024, Launch(warps=4)),
-        head=Rows(8, 1024, Launch(warps=4)),
-        layer=Programs(128, Launch(warps=8)),
-    ),
-    "gfx942": Tuning(
-        qkv=Rows(8, 1024, Launch(warps=4)),
-        attention=Keys(16, 64, Launch(warps=4, stages=1)),
-        out=Rows(16, 128, Launch(warps=4)),
-        gate_up=Rows(4, 1024, Launch(warps=4)),
-        down=Rows(8, 512, Launch(warps=4)),
-        norm=Rows(128, 1024, Launch(warps=4)),
-        head=Rows(8, 1024, Launch(warps=4)),
-        layer=Programs(296, Launch(warps=8)),
-    ),
-}
+# For the interpreter, where only one program can meet.
+INTERPRETER = Tuning(
+    qkv=Rows(16, 64),
+    attention=Keys(2, 16),
+    out=Rows(16, 64),
+    gate_up=Rows(16, 64),
+    down=Rows(16, 64),
+    norm=Rows(64, 64),
+    head=Rows(16, 64),
+    layer=Programs(1),
+)
+
+
+@cache
+def shipped(name: str) -> Tuning:
+    """One of `SHIPPED`."""
+    return settings.load(Tuning, Path(__file__).parent / "tables" / f"{name}.yaml")
+
+
+def family(device: Any) -> str | None:
+    """Of `SHIPPED`, the one for a JAX device; None where the kernels cannot run."""
+    capability = str(getattr(device, "compute_capability", ""))
+    if device.platform != "gpu":
+        return None
+    if capability.startswith("gfx"):
+        return "gfx942" if capability.startswith("gfx942") else None
+    return "sm_90" if float(capability or 0) >= 8 else None
+
+
+def tuned_path(device: Any) -> Path:
+    """Where `laneformer tune` puts the table of a kind of GPU: in the user's folder for caches."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    name = re.sub(r"[^a-z0-9]+", "-", device.device_kind.lower()).strip("-")
+    return base / "laneformer" / "tuning" / f"{name}.yaml"
+
+
+def for_device(device: Any) -> Tuning | None:
+    """The table of a JAX device: what was tuned for its kind, else what is shipped for its family.
+
+    Raises:
+        UserError: a tuned table that is not one.
+    """
+    name = family(device)
+    if name is None:
+        return None
+    tuned = tuned_path(device)
+    return settings.load(Tuning, tuned) if tuned.exists() else shipped(name)
 
 
 def block(size: int, limit: int) -> int:

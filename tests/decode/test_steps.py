@@ -1,11 +1,11 @@
-"""The engine with kernels gives what it gives in plain JAX."""
+"""The engine with kernels gives the tokens and logits that it gives in plain JAX."""
 
 import numpy as np
 import pytest
 from flax import nnx
 
 from decode.engine import Engine
-from decode.request import Request, Sampling
+from decode.request import Sampling
 from laneformer_jax import Laneformer
 from laneformer_jax.kernels.names import INTERPRETED
 from laneformer_jax.presets import preset
@@ -30,39 +30,41 @@ def build(lanes=8, **overrides):
     return Laneformer(preset("tiny", **SHAPE | dict(num_lanes=lanes) | overrides), rngs=nnx.Rngs(3))
 
 
-def answer(engine, **request):
-    """Tokens and logits of all samples."""
-    bursts = list(engine.stream(Request(PROMPT, **request), logits=True))
-    tokens, logits = zip(*[(b.tokens, b.logits) for b in bursts], strict=True)
-    return (
-        [np.concatenate(parts).tolist() for parts in zip(*tokens, strict=True)],
-        [np.concatenate(parts) for parts in zip(*logits, strict=True)],
-    )
+def answer(engine, new, sampling=None, copies=1, draft=0):
+    """Tokens [sample, token] and logits [sample, token, V]."""
+    prompts = [np.asarray(PROMPT, np.int32)]
+    options = dict(copies=copies, draft=draft, logits=True)
+    rows = [([], []) for _ in range(copies)]
+    for out in engine.run(prompts, new, sampling or Sampling(), **options):
+        for i, (tokens, logits) in enumerate(rows):
+            tokens += out.tokens_Bt[i, : out.count_B[i]].tolist()
+            logits += list(np.asarray(out.logits_BtV)[i, : out.count_B[i]])
+    return [tokens for tokens, _ in rows], np.asarray([logits for _, logits in rows])
 
 
-def check(model, kernels, plain=None, vocab_size=None, **request):
+def check(model, kernels, new, plain=None, vocab_size=None, **options):
     """The same tokens, and logits but for the order of sums."""
-    want = answer(Engine(plain or model, vocab_size=vocab_size), **request)
-    got = answer(Engine(model, kernels=kernels, vocab_size=vocab_size), **request)
+    want = answer(Engine(plain or model, vocab_size=vocab_size), new, **options)
+    got = answer(Engine(model, kernels=kernels, vocab_size=vocab_size), new, **options)
     assert got[0] == want[0]
-    for g, w in zip(got[1], want[1], strict=True):
-        finite = np.isfinite(w)
-        np.testing.assert_array_equal(np.isfinite(g), finite)
-        np.testing.assert_allclose(g[finite], w[finite], atol=1e-5 * np.abs(w[finite]).max())
+    finite = np.isfinite(want[1])
+    np.testing.assert_array_equal(np.isfinite(got[1]), finite)
+    largest = np.abs(want[1][finite]).max()
+    np.testing.assert_allclose(got[1][finite], want[1][finite], atol=1e-5 * largest)
 
 
 def test_greedy():
     """With ids that may not be drawn, which are the likeliest ones."""
-    model = build(lanes=2, vocab_size=60)
+    model = build(lanes=2, vocab_size=60, num_hidden_layers=1)
     model.lm_head.weight[...] = model.lm_head.weight[...].at[50:].multiply(9.0)
-    check(model, "interpret-fused", vocab_size=50, max_new_tokens=14)
+    check(model, "interpret-fused", 14, vocab_size=50)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lanes", [1, 2, 4, 8])
 @pytest.mark.parametrize("kernels", INTERPRETED)
 def test_every_kernel_and_number_of_lanes(kernels, lanes):
-    check(build(lanes), kernels, max_new_tokens=20)
+    check(build(lanes), kernels, 20)
 
 
 @pytest.mark.slow
@@ -70,7 +72,7 @@ def test_every_kernel_and_number_of_lanes(kernels, lanes):
 def test_sampling_on_the_device(kernels):
     """From the logits that the head's kernel keeps."""
     sampling = Sampling(temperature=0.9, top_p=0.9, repetition_penalty=1.1, seed=5)
-    check(build(), kernels, max_new_tokens=20, sampling=sampling)
+    check(build(), kernels, 20, sampling=sampling)
 
 
 @pytest.mark.slow
@@ -81,12 +83,12 @@ def test_lanes_over_devices(kernels, devices):
     config = build().config
     plain = Laneformer(config, rngs=nnx.Rngs(3))
     model = Laneformer(config, rngs=nnx.Rngs(3), mesh=make_mesh(lane=devices))
-    check(model, kernels, plain, max_new_tokens=14)
+    check(model, kernels, 14, plain)
 
 
 @pytest.mark.slow
 def test_what_the_kernels_do_not_do_goes_the_plain_way():
     """Several samples, several tokens at once, and a head of lanes."""
     model = build(lm_head_type="lane")
-    check(model, "interpret-fused", max_new_tokens=10, speculate="ngram")
-    check(model, "interpret-token", max_new_tokens=10, n=2, sampling=Sampling(temperature=1.0))
+    check(model, "interpret-fused", 10, draft=2)
+    check(model, "interpret-token", 10, copies=2, sampling=Sampling(temperature=1.0))

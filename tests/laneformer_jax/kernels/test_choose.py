@@ -1,15 +1,13 @@
 """Which kernels run where, and what a user hears about it."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
-from flax import nnx
 
-from decode.engine import Engine
-from decode.request import Request
-from laneformer_jax import Laneformer
+from laneformer_jax import settings
 from laneformer_jax.errors import UserError
+from laneformer_jax.kernels import tuning
 from laneformer_jax.kernels.choose import choose
 from laneformer_jax.presets import preset
 
@@ -27,10 +25,47 @@ T4 = device("gpu", "Tesla T4", "7.5")
 MI250 = device("gpu", "AMD Instinct MI250X", "gfx90a")
 
 
-@pytest.mark.parametrize("name", ["auto", "fused"])
+@pytest.fixture(autouse=True)
+def cache_folder(tmp_path, monkeypatch):
+    """No table that this user has tuned."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "chosen"),
+    [("auto", "fused"), ("fused", "fused"), ("layer", "layer"), ("token", "token")],
+)
 @pytest.mark.parametrize("gpu", [H200, MI300X])
-def test_fused_where_it_can_run(name, gpu):
-    assert choose(name, CONFIG, gpu) == "fused"
+def test_kernels_where_they_can_run(name, chosen, gpu, capsys):
+    assert choose(name, CONFIG, gpu) == chosen
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("config", "alone", "chosen"),
+    [
+        (CONFIG, True, "token"),
+        (CONFIG, False, "fused"),  # lanes on several devices
+        (preset("laneformer-2b", use_early_comm=True), True, "fused"),
+    ],
+)
+def test_auto_is_what_was_tuned_for_the_device_where_the_model_can_run_it(config, alone, chosen):
+    table = replace(tuning.shipped("sm_90"), auto="token", out=tuning.Rows(32, 256))
+    path = tuning.tuned_path(H200)
+    path.parent.mkdir(parents=True)
+    path.write_text(settings.to_yaml(table))
+    assert path.name == "nvidia-h200.yaml"
+    assert tuning.for_device(H200) == table
+    assert tuning.for_device(MI300X) == tuning.shipped("gfx942")
+    assert choose("auto", config, H200, alone=alone) == chosen
+
+
+def test_a_tuned_table_that_is_none_is_one_line():
+    path = tuning.tuned_path(H200)
+    path.parent.mkdir(parents=True)
+    path.write_text("qkv: {rows: 8, columns: 1024}\nqvk: {}\n")
+    with pytest.raises(UserError, match=r"nvidia-h200\.yaml.*qvk"):
+        choose("auto", CONFIG, H200)
 
 
 def test_auto_is_silent_where_nobody_expects_kernels(capsys):
@@ -45,6 +80,7 @@ def test_auto_is_silent_where_nobody_expects_kernels(capsys):
         (CONFIG, MI250, "native", "device gpu (AMD Instinct MI250X)"),
         (CONFIG, H200, "int8", "weights int8"),
         (preset("tiny", qk_norm=True), H200, "native", "qk_norm"),
+        (preset("tiny", ladder_residual=True), H200, "native", "ladder_residual"),
     ],
 )
 def test_a_gpu_that_falls_back_says_why_in_one_line(config, gpu, weights, why, capsys):
@@ -62,28 +98,9 @@ def test_names():
         choose("fusd", CONFIG, H200)
     with pytest.raises(UserError, match="compute capability"):
         choose("fused", CONFIG, CPU)
-    assert choose("interpret", CONFIG, CPU) == "interpret"
+    assert choose("interpret-layer", CONFIG, CPU) == "interpret-layer"
+    with pytest.raises(UserError, match="lanes on several devices"):
+        choose("token", CONFIG, H200, alone=False)
+    with pytest.raises(UserError, match="use_early_comm"):
+        choose("interpret-token", preset("tiny", use_early_comm=True), CPU)
     assert choose("xla", preset("tiny", qk_norm=True), CPU) == "xla"
-
-
-@pytest.mark.slow
-def test_the_engine_gives_the_same_tokens():
-    config = preset(
-        "tiny",
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        broadcast_delay=1,
-        max_position_embeddings=64,
-        sliding_window=6,
-        swa_layers=(0,),
-        initializer_range=0.5,
-    )
-    model = Laneformer(config, rngs=nnx.Rngs(3))
-    request = Request(list(range(5, 25)), 12)
-    answers = [
-        np.concatenate([burst.tokens[0] for burst in Engine(model, kernels=k).stream(request)])
-        for k in ("xla", "interpret")
-    ]
-    assert answers[0].tolist() == answers[1].tolist()

@@ -1,4 +1,4 @@
-"""A whole layer in one launch equals its operations one by one."""
+"""Whole layers in one launch equal their operations one by one."""
 
 from dataclasses import replace
 
@@ -9,6 +9,7 @@ import pytest
 
 from laneformer_jax.kernels import attention, gate_up, project, qkv
 from laneformer_jax.kernels import layer as whole
+from laneformer_jax.kernels.layer import Earlier
 from laneformer_jax.kernels.project import Past, Rule
 from laneformer_jax.kernels.tuning import Programs
 
@@ -22,7 +23,7 @@ def array(seed, *shape, dtype, scale=1.0):
 
 @pytest.fixture(params=[jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
 def inputs(request):
-    """Arguments of `whole.layer` from x to rules."""
+    """Streams, weights, eps, angles, keys, values and rules of a layer."""
     dtype = request.param
     make = lambda i, *s, scale=0.2: array(i, *s, dtype=dtype, scale=scale)  # noqa: E731
     weights = whole.Weights(
@@ -49,23 +50,46 @@ def inputs(request):
     return x_LD, weights, EPS, (jnp.cos(turn), jnp.sin(turn)), *cache, rules
 
 
-def one_by_one(inputs, position):
-    x_LD, w, eps, angles, keys, values, rules = inputs
-    q_LO, keys, values = qkv.reference(x_LD, w.qkv, eps, angles, keys, values, position)
-    heard_LO = attention.reference(q_LO, keys, values, position, WINDOW)
-    x_LD, attention_LD = project.reference(x_LD, heard_LO, w.wo_LDI, rules[0])
-    gated_LF = gate_up.reference(x_LD, w.gate_up, eps)
-    x_LD, mlp_LD = project.reference(x_LD, gated_LF, w.w2_LDI, rules[1])
-    return x_LD, attention_LD, mlp_LD, keys, values
+def layers_of(inputs, count=1):
+    """`count` layers whose weights differ; from the second on they hear the first in the same launch."""
+    _, weights, _, _, keys, values, rules = inputs
+    layers = [whole.Layer(weights, keys, values, WINDOW, rules)]
+    for i in range(1, count):
+        scaled = weights._replace(wo_LDI=-weights.wo_LDI * i, w2_LDI=weights.w2_LDI + 0.1 * i)
+        earlier = tuple(Rule(r.scale, Past(Earlier(i - 1, m))) for m, r in enumerate(rules))
+        window = None if i % 2 else WINDOW
+        layers.append(whole.Layer(scaled, values * i, keys + i, window, earlier))
+    return layers
+
+
+def one_by_one(inputs, layers, position):
+    x_LD, angles = inputs[0], inputs[3]
+    made = []
+    for one in layers:
+        w, rules = one.weights, []
+        for rule in one.rules:
+            past = rule.past
+            if isinstance(past.own_LD, Earlier):
+                past = Past(made[past.own_LD.layer][past.own_LD.module])
+            rules.append(Rule(rule.scale, past))
+        cache = one.keys_LKTd, one.values_LKTd
+        q_LO, keys, values = qkv.reference(x_LD, w.qkv, EPS, angles, *cache, position)
+        heard_LO = attention.reference(q_LO, keys, values, position, one.window)
+        x_LD, attention_LD = project.reference(x_LD, heard_LO, w.wo_LDI, rules[0])
+        gated_LF = gate_up.reference(x_LD, w.gate_up, EPS)
+        x_LD, mlp_LD = project.reference(x_LD, gated_LF, w.w2_LDI, rules[1])
+        made.append(whole.Made(attention_LD, mlp_LD, keys, values))
+    return x_LD, tuple(made)
 
 
 def check(got, want):
-    for g, w in zip(got[:5], want, strict=True):
+    for g, w in zip(jax.tree.leaves(got[:2]), jax.tree.leaves(want), strict=True):
         # Attention rounds elsewhere than its reference; the last bits of bfloat16 follow.
         tolerance = 2e-6 if w.dtype == jnp.float32 else 2**-6
         g, w = np.asarray(g, np.float32), np.asarray(w, np.float32)
         np.testing.assert_allclose(g, w, atol=tolerance * np.abs(w).max())
     assert not got.scratch.parts.any()
+    assert not got.scratch.meetings.any()
 
 
 def empty_scratch(inputs, tuning):
@@ -73,58 +97,58 @@ def empty_scratch(inputs, tuning):
     return whole.empty_scratch((LANES, HIDDEN), HEADS, KV_HEADS, D, NEURONS, dtype, tuning)
 
 
-def test_phase_by_phase_with_many_programs(interpreter, quick, inputs):
+@pytest.mark.parametrize("count", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_phase_by_phase_with_many_programs(interpreter, quick, inputs, count):
     """Programs one after another share out each phase; 3 divides no number of tiles."""
-    tuning = replace(quick, layer=Programs(3, quick.layer.launch))
-    rules = inputs[-1]
+    tuning = replace(quick, layer=Programs(3))
+    layers = layers_of(inputs, count)
+    x_LD, angles = inputs[0], inputs[3]
 
     @jax.jit
-    def run(x_LD, keys, values, position, scratch):
-        out = whole.Output(x_LD, x_LD, x_LD, keys, values, scratch)
-        for phase in range(whole.PHASES):
-            cache = (out.keys_LKTd, out.values_LKTd, position, WINDOW, rules, out.scratch)
-            out = whole.layer(
-                interpreter, x_LD, *inputs[1:4], *cache, tuning, phase=phase, sofar=out
-            )
+    def run(position, scratch):
+        raws = [(x_LD, x_LD, one.keys_LKTd, one.values_LKTd) for one in layers]
+        out = whole.Output(x_LD, tuple(whole.Made(*raw) for raw in raws), scratch)
+        for phase in range(count * whole.PHASES):
+            given = (EPS, angles, position, out.scratch, tuning, "layers")
+            out = whole.run_layers(interpreter, x_LD, layers, *given, phase=phase, sofar=out)
         return out
 
-    x_LD, _, _, _, keys, values, _ = inputs
     for position in (0, 9, 3 * SLOTS + 1):
         at = jnp.int32(position)
-        check(
-            run(x_LD, keys, values, at, empty_scratch(inputs, tuning)),
-            one_by_one(inputs, at),
-        )
+        check(run(at, empty_scratch(inputs, tuning)), one_by_one(inputs, layers, at))
 
 
 @pytest.mark.slow
-def test_one_program_through_all_meetings(interpreter, quick, inputs):
+@pytest.mark.parametrize("count", [1, 3])
+def test_one_program_through_all_meetings(interpreter, quick, inputs, count):
     """Twice, since the counters of the second launch are what the first left."""
-    *arguments, rules = inputs
-    position = jnp.int32(20)
+    layers, position = layers_of(inputs, count), jnp.int32(20)
+    x_LD, angles = inputs[0], inputs[3]
 
     @jax.jit
     def run(scratch):
-        return whole.layer(interpreter, *arguments, position, WINDOW, rules, scratch, quick)
+        given = (EPS, angles, position, scratch, quick, "layers")
+        return whole.run_layers(interpreter, x_LD, layers, *given)
 
     out = run(empty_scratch(inputs, quick))
-    assert out.scratch.meetings[0] == whole.PHASES - 1
     again = run(out.scratch)
-    assert again.scratch.meetings[0] == 2 * (whole.PHASES - 1)
+    want = one_by_one(inputs, layers, position)
     for result in (out, again):
-        check(result, one_by_one(inputs, position))
+        check(result, want)
 
 
 def test_programs_that_cannot_meet_say_so(interpreter, quick, inputs):
-    *arguments, rules = inputs
-    tuning = replace(quick, layer=Programs(2, quick.layer.launch))
+    tuning = replace(quick, layer=Programs(2))
+    scratch = empty_scratch(inputs, tuning)
     with pytest.raises(NotImplementedError, match="cannot meet"):
-        whole.layer(
+        whole.run_layers(
             interpreter,
-            *arguments,
+            inputs[0],
+            layers_of(inputs),
+            EPS,
+            inputs[3],
             jnp.int32(0),
-            WINDOW,
-            rules,
-            empty_scratch(inputs, tuning),
+            scratch,
             tuning,
+            "layer",
         )

@@ -15,10 +15,10 @@ from laneformer_jax import Laneformer
 from laneformer_jax.kernels import offline, step
 from laneformer_jax.kernels.backend import Backend
 from laneformer_jax.kernels.layer import PHASES
-from laneformer_jax.kernels.tuning import TABLES
+from laneformer_jax.kernels.tuning import SHIPPED, shipped
 from laneformer_jax.presets import preset
 
-TARGETS = sorted(TABLES)
+TARGETS = sorted(SHIPPED)
 CONFIG = preset("laneformer-2b", num_hidden_layers=3, swa_layers=(0, 1), broadcast_delay=1)
 LAYERS = CONFIG.num_hidden_layers
 
@@ -30,32 +30,30 @@ MOST = {"sm_90": (168, 75_000), "gfx942": (168, 21_000)}
 
 @pytest.fixture(scope="module")
 def lowered():
-    """Kernels of the 2B shapes with all eight lanes on one GPU, by target and whether layers are whole."""
+    """Kernels of the 2B shapes with all eight lanes on one GPU, by target and what a launch does."""
     model = nnx.eval_shape(lambda: Laneformer(CONFIG, rngs=nnx.Rngs(0), dtype=jnp.bfloat16))
     graphdef, params = nnx.split(model)
     slots = tuple(CONFIG.window(i) or CONFIG.max_position_embeddings for i in range(LAYERS))
     number = jax.ShapeDtypeStruct((), jnp.int32)
     made = {}
 
-    def get(target, whole_layers=False):
-        if (target, whole_layers) not in made:
-            scratch = TABLES[target] if whole_layers else None
+    def get(target, launches="fused"):
+        if (target, launches) not in made:
+            kernels = step.Kernels(Backend(), shipped(target), launches)
             state = jax.eval_shape(
-                lambda: step.empty_state(CONFIG, slots, jnp.bfloat16, CONFIG.num_lanes, scratch)
+                lambda: step.empty_state(kernels, CONFIG, slots, jnp.bfloat16, CONFIG.num_lanes)
             )
 
             def run(params, token, position, state):
                 model = nnx.merge(graphdef, params)
-                lanes = model.local_lanes()
                 w_VD = model.lm_head.weight[...]
-                return step.decode_step(
-                    Backend(), TABLES[target], model, lanes, w_VD, token, position, state
-                )
+                lanes = model.local_lanes()
+                return step.decode_step(kernels, model, lanes, w_VD, token, position, state)
 
-            made[target, whole_layers] = offline.kernels(
+            made[target, launches] = offline.kernels(
                 offline.lower(run, params, number, number, state, target=target)
             )
-        return made[target, whole_layers]
+        return made[target, launches]
 
     return get
 
@@ -75,7 +73,7 @@ def test_launches_and_grids(lowered, target):
         "final_norm": 1,
         "head": 1,
     }
-    t = TABLES[target]
+    t = shipped(target)
     grids = {
         "norm_qkv": (768 // t.qkv.rows, 8, 1),
         "attention": (t.attention.splits, 2, 8),
@@ -113,19 +111,25 @@ def test_what_order_depends_on_is_still_there(lowered, target):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+@pytest.mark.parametrize("launches", ["layer", "token"])
 @pytest.mark.parametrize("target", TARGETS)
-def test_whole_layers(lowered, target):
-    """One launch a layer, no larger than the GPU; every meeting waits in a loop that is still there."""
-    kernels = lowered(target, whole_layers=True)
-    assert Counter(k.name for k in kernels) == {"layer": LAYERS, "final_norm": 1, "head": 1}
-    for kernel in kernels[:LAYERS]:
+def test_whole_layers(lowered, target, launches):
+    """One launch for a layer or for all, no larger than the GPU; every meeting waits in a loop that is
+    still there."""
+    kernels = lowered(target, launches)
+    count, together = (1, LAYERS) if launches == "token" else (LAYERS, 1)
+    assert Counter(k.name for k in kernels) == {launches: count, "final_norm": 1, "head": 1}
+    meetings = PHASES * together - 1
+    for kernel in kernels[:count]:
         multiprocessors = {"sm_90": 132, "gfx942": 304}[target]
         assert kernel.grid[0] < multiprocessors
         assert kernel.stages == 1
-        assert kernel.ir.count("scf.while") == PHASES - 1
-        # Two atomics a meeting (to arrive, to look), and one that counts parts of the attention.
-        assert kernel.ir.count("tt.atomic_rmw add, acq_rel, gpu") == 2 * (PHASES - 1) + 1
-        assert kernel.ir.count("gpu.barrier") == 2 * (PHASES - 1) + 1
+        assert kernel.ir.count("scf.while") == meetings
+        # Two atomics a meeting (to arrive, to look), one that counts parts of the attention, and one for the
+        # end.
+        atomics = 2 * meetings + together + 1
+        assert kernel.ir.count("tt.atomic_rmw add, acq_rel, gpu") == atomics
+        assert kernel.ir.count("gpu.barrier") == 2 * meetings + together + 1
 
 
 @pytest.mark.slow
@@ -134,22 +138,11 @@ def test_whole_layers(lowered, target):
     importlib.util.find_spec("triton") is None,
     reason="needs the package triton: pip install 'laneformer-jax[kernels-check]'",
 )
-@pytest.mark.parametrize(
-    ("target", "whole_layers"),
-    [
-        ("sm_90", False),
-        ("sm_90", True),
-        ("gfx942", False),
-        pytest.param(
-            "gfx942",
-            True,
-            marks=pytest.mark.xfail(reason="13 registers spilled with eight warps", strict=True),
-        ),
-    ],
-)
-def test_compiles_without_spills(lowered, target, whole_layers):
+@pytest.mark.parametrize("launches", ["fused", "layer", "token"])
+@pytest.mark.parametrize("target", TARGETS)
+def test_compiles_without_spills(lowered, target, launches):
     registers, shared = MOST[target]
-    for kernel in {k.ir: k for k in lowered(target, whole_layers)}.values():
+    for kernel in {k.ir: k for k in lowered(target, launches)}.values():
         took = offline.compiled(kernel, target)
         assert took.spills == 0, (kernel.name, took)
         assert took.registers <= registers, (kernel.name, took)

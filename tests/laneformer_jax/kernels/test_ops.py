@@ -215,11 +215,15 @@ def test_head(interpreter, small, per_lane, dtype):
 
     w_VD = array(3, vocab, hidden, dtype=dtype, scale=hidden**-0.5)
     w_VD = w_VD.at[45].set(w_VD[60])  # two rows that are always equal
-    run = jax.jit(lambda t, w: head.logits(interpreter, t, lanes, w, small.head))
+    first = jnp.int32(1000)  # the id of row 0; of the ids the last two are beyond the vocabulary
+    run = jax.jit(
+        lambda t, w: head.logits(interpreter, t, lanes, w, small.head, first, 1000 + vocab - 2)
+    )
     expect = jax.jit(lambda t, w: head.logits_reference(t, lanes, w))
     for direction in (1, -1, w_VD[45]):  # the last one makes the equal rows the likeliest
         total = want * direction if isinstance(direction, int) else direction.astype(jnp.float32)
-        logits_V, best_N, row_N = run(total, w_VD)
-        close(logits_V, expect(total, w_VD))
-        assert row_N[jnp.argmax(best_N)] == jnp.argmax(logits_V)
+        logits_V, best_N, id_N = run(total, w_VD)
+        close(logits_V[:-2], expect(total, w_VD)[:-2])
+        assert (logits_V[-2:] == -jnp.inf).all()
+        assert id_N[jnp.argmax(best_N)] == 1000 + jnp.argmax(logits_V)
         assert best_N.max() == logits_V.astype(jnp.float32).max()

@@ -10,8 +10,10 @@ from jax.sharding import PartitionSpec as P
 from decode.step import xla_step
 from laneformer_jax import Laneformer
 from laneformer_jax.cache import RingCache
+from laneformer_jax.errors import UserError
 from laneformer_jax.exchange import Lanes
 from laneformer_jax.kernels import step
+from laneformer_jax.kernels.step import Kernels
 from laneformer_jax.model import parameter_specs
 from laneformer_jax.presets import preset
 from laneformer_jax.sharding import LANE, make_mesh
@@ -58,7 +60,7 @@ def by_model(model):
     return np.asarray(jnp.stack(logits), np.float32)
 
 
-def by_kernels(model, b, tuning, mesh=None, whole_layers=None):
+def by_kernels(model, b, tuning, mesh=None, launches="fused"):
     """The same from the kernels, and the token that they call likeliest; layers with a window keep a
     ring of 8 slots, so that it comes round twice."""
     config = model.config
@@ -66,14 +68,16 @@ def by_kernels(model, b, tuning, mesh=None, whole_layers=None):
     dtype = model.tok_embeddings.weight.dtype
     slots = tuple(8 if config.window(i) else 32 for i in range(config.num_hidden_layers))
     lanes = Lanes(config.num_lanes, LANE if mesh else None)
+    kernels = Kernels(b, tuning, launches)
+    state = step.empty_state(kernels, config, slots, dtype, config.num_lanes)
 
     def run(params, w_VD, token, position, state):
         model = nnx.merge(graphdef, params)
-        return step.decode_step(b, tuning, model, lanes, w_VD, token, position, state)
+        return step.decode_step(kernels, model, lanes, w_VD, token, position, state)
 
     if mesh is not None:
-        # The counter is every device's own: as wide as its lanes' heads.
-        states = step.State(*[(P(LANE),) * len(slots)] * 2, P(LANE))
+        # Scratch is every device's own: as wide as its lanes.
+        states = jax.tree.map(lambda _: P(LANE), state)
         run = jax.shard_map(
             run,
             mesh=mesh,
@@ -82,15 +86,14 @@ def by_kernels(model, b, tuning, mesh=None, whole_layers=None):
             check_vma=False,  # the interpreter does not know what varies
         )
     run = jax.jit(run, donate_argnums=4)
-    state = step.empty_state(config, slots, dtype, config.num_lanes, whole_layers)
     w_VD = model.lm_head.weight[...]
     logits, tokens = [], []
     for position, token in enumerate(TOKENS):
         out, state = run(params, w_VD, token, np.int32(position), state)
         logits.append(out.logits_V)
         tokens.append(int(out.token))
-    if whole_layers is None:
-        assert not state.scratch.any()
+    counters = [state.scratch] if launches == "fused" else state.scratch[-2:]
+    assert not any(counter.any() for counter in counters)
     return np.asarray(jnp.stack(logits), np.float32), tokens
 
 
@@ -124,39 +127,42 @@ def test_bfloat16_within_round_off(interpreter, quick):
     assert tokens == logits.argmax(-1).tolist()  # of equals the first
 
 
+LATE = EARLY | dict(use_early_comm=False, broadcast_delay=2, num_hidden_layers=5)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("overrides", [dict(), EARLY])
-def test_a_launch_per_layer(interpreter, quick, overrides):
+@pytest.mark.parametrize(
+    ("launches", "overrides"),
+    [("layer", dict()), ("layer", EARLY), ("token", dict()), ("token", LATE)],
+)
+def test_larger_launches(interpreter, quick, launches, overrides):
     model = build(**overrides)
-    logits, tokens = by_kernels(model, interpreter, quick, whole_layers=quick)
+    logits, tokens = by_kernels(model, interpreter, quick, launches=launches)
     want = by_model(model)
     np.testing.assert_allclose(logits, want, atol=1e-5 * np.abs(want).max())
     assert tokens == want.argmax(-1).tolist()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [8, 2])
-def test_lanes_over_devices_equal_one_device(interpreter, quick, devices):
+@pytest.mark.parametrize(("devices", "launches"), [(8, "fused"), (2, "fused"), (8, "layer")])
+def test_lanes_over_devices_equal_one_device(interpreter, quick, devices, launches):
     """With one lane a device, and with four: delayed sums by all-reduce, the head by vocabulary."""
     model = build()
-    logits, tokens = by_kernels(model, interpreter, quick, make_mesh(lane=devices))
+    mesh = make_mesh(lane=devices)
+    logits, tokens = by_kernels(model, interpreter, quick, mesh, launches)
     want = by_model(model)
     np.testing.assert_allclose(logits, want, atol=1e-5 * np.abs(want).max())
     assert tokens == want.argmax(-1).tolist()
 
 
-@pytest.mark.slow
-def test_a_step_of_the_decode_loop(interpreter, quick):
-    """Layers alone on the engine's cache: prefill by the plain path, then tokens by the kernels."""
-    model = build()
-    config, lanes = model.config, model.local_lanes()
-    one = jax.jit(step.over_cache(interpreter, quick, xla_step), static_argnums=1)
-    cache = plain = RingCache.empty(config, 1, 32, 8, jnp.float32, config.num_lanes)
-    x_LBSD, cache = one(model, lanes, TOKENS[None, :8], cache)
-    want, plain = xla_step(model, lanes, TOKENS[None, :8], plain)
-    np.testing.assert_array_equal(x_LBSD, want)
-    for token in TOKENS[8:]:
-        x_LBSD, cache = one(model, lanes, token[None, None], cache)
-        want, plain = xla_step(model, lanes, token[None, None], plain)
-        np.testing.assert_allclose(x_LBSD, want, atol=1e-5 * np.abs(want).max())
-    assert cache.length_B == plain.length_B
+@pytest.mark.parametrize(
+    ("launches", "overrides", "why"),
+    [
+        ("fused", dict(ladder_residual=True), "ladder_residual"),
+        ("layer", dict(qk_norm=True), "qk_norm"),
+        ("token", dict(use_early_comm=True), "use_early_comm"),
+    ],
+)
+def test_models_that_kernels_cannot_run(interpreter, quick, launches, overrides, why):
+    with pytest.raises(UserError, match=f"{launches}.*{why}"):
+        by_kernels(build(**overrides), interpreter, quick, launches=launches)
