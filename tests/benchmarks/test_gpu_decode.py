@@ -13,7 +13,14 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.slow
 def test_tiny_runs_anywhere(tmp_path):
     out = subprocess.run(
-        [sys.executable, "benchmarks/gpu_decode.py", "--tiny", "--json", tmp_path / "figures.json"],
+        [
+            sys.executable,
+            "benchmarks/gpu_decode.py",
+            "--tiny",
+            "--no-peer",
+            "--json",
+            tmp_path / "figures.json",
+        ],
         cwd=ROOT,
         env={"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "PATH": "", "HOME": str(tmp_path)},
         capture_output=True,
@@ -38,5 +45,6 @@ def test_tiny_runs_anywhere(tmp_path):
     }
     assert all(row["error"] < 2**-7 for row in record["kernels"])
     assert {(row["kernels"], row["context"]) for row in record["tokens"]} == {
-        (kernels, context) for kernels in ("xla", "fused", "layer") for context in (7, 40)
+        (kernels, context) for kernels in ("xla", "fused", "layer", "token") for context in (7, 40)
     }
+    assert [row["kernels"] for row in record["shard"]] == ["xla", "fused", "layer"]
