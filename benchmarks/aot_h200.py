@@ -212,7 +212,7 @@ def read(sequence: str) -> tuple[int, Counter[str], list[int], int]:
             name = re.search(r"\] (\S+)", line)
             assert name is not None, line
             kinds[re.sub(r"[_.\d]+$", "", name[1]) if kind[1] != "kCopy" else "copy"] += 1
-        reduces += "AllReduce" in kind[1]
+        reduces += kind[1] in ("kAllReduce", "kCollectiveKernel")  # the latter is XLA's one-shot
         token = re.search(r"async_id=(\d+)", line)
         if token and "AsyncStart" in kind[1]:
             started[token[1]] = kernels

@@ -143,24 +143,23 @@ def part(
         at = (head * groups + row_P)[:, None] * d + column_W
         queries.append(b.load(refs.q, lane, at, mask=query_P[:, None] & inside, fresh=fresh))
 
-    def cached(ref: Ref, slot_C: jax.Array, live_C: jax.Array) -> list[jax.Array]:
-        return [
-            b.load(ref, lane, head, slot_C[:, None], column, mask=live_C[:, None] & ok, fresh=fresh)
-            for column, ok in pieces
-        ]
+    def cached(ref: Ref, slot_C: jax.Array) -> list[jax.Array]:
+        places = [(lane, head, slot_C[:, None], column) for column, _ in pieces]
+        masks = [None if inside is True else inside for _, inside in pieces]
+        return [b.load(ref, *at, mask=m, fresh=fresh) for at, m in zip(places, masks, strict=True)]
 
     def block(i: jax.Array, state: tuple) -> tuple:
         peak_P, total_P, weighted = state
         index_C = begin + i * keys_at_once + jnp.arange(keys_at_once)
         live_C = index_C < end
-        slot_C = oldest + index_C
+        # Behind the end the last key again, to no effect: a mask of every load would take registers.
+        slot_C = oldest + jnp.minimum(index_C, seen - 1)
         slot_C = jnp.where(slot_C >= slots, slot_C - slots, slot_C)
-        keys = cached(refs.keys, slot_C, live_C)
-        values = cached(refs.values, slot_C, live_C)
+        keys, values = cached(refs.keys, slot_C), cached(refs.values, slot_C)
         score_PC = sum(b.dot(q, k.T) for q, k in zip(queries, keys, strict=True)) * d**-0.5
         score_PC = jnp.where(live_C[None], score_PC, _NOTHING)
         new_P = jnp.maximum(peak_P, jnp.max(score_PC, axis=1))
-        weight_PC = jnp.where(live_C[None], jnp.exp(score_PC - new_P[:, None]), 0.0)
+        weight_PC = jnp.exp(score_PC - new_P[:, None])  # 0 where nothing is there: some keys are
         fade_P = jnp.exp(peak_P - new_P)
         total_P = total_P * fade_P + jnp.sum(weight_PC, axis=1)
         weighted = tuple(

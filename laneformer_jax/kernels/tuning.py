@@ -1,7 +1,7 @@
 """Block sizes, warps and pipeline depths of the kernels, as data: a table per kind of GPU.
 
-`tables/*.yaml` are shipped, chosen from what compiles without spills; `laneformer tune` measures on a GPU
-and writes one for it, which then comes first. Imports no Pallas.
+`tables/*.yaml` are shipped, chosen from what compiles; `laneformer tune` measures on a GPU and writes one
+for it, which then comes first. Imports no Pallas.
 """
 
 from __future__ import annotations
