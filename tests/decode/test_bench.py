@@ -20,6 +20,22 @@ def test_the_first_tokens_time_is_not_decoding():
     assert bench.rate(runs) == {"tok_s": 4.0, "first_s": 2.0}
 
 
+def test_the_hosts_time_is_that_of_bursts_launched_and_read(monkeypatch):
+    """Ticks of this thread: 5 to the first token, then 8 for each burst of four, 1 for what is left."""
+    clock, tokens = iter([5, 13, 21, 22]), [[0]] * 1 + [[0] * 4] * 2 + [[0] * 2]
+    monkeypatch.setattr(bench.time, "thread_time", lambda: next(clock))
+
+    class Bursts:
+        config = preset("tiny", vocab_size=64)
+
+        def stream(self, request):
+            return [argparse.Namespace(tokens=[part]) for part in tokens]
+
+    timed = bench.Timed(Bursts(), 3, 11)
+    assert [came for came, _ in timed(3, 11)] == [1, 5, 9, 11]
+    assert timed.host_seconds == [16 / 8]
+
+
 def test_json_line(monkeypatch, capsys):
     monkeypatch.setattr(bench, "READ_BYTES", 2**20)
     assert cli.main([*RUN, "--no-peer", "--json", "--contexts", "5", "9"]) == 0
@@ -28,6 +44,7 @@ def test_json_line(monkeypatch, capsys):
     ceiling = figures["read_ceiling_gb_s"]
     assert figures["share_of_read_ceiling"] == pytest.approx(figures["gb_s"] / ceiling)
     assert figures["ratio_to_peer"] is None
+    assert (figures["burst"], figures["host_us_per_token"]) == (32, None)  # one behind the first
     assert figures["aggregate_tok_s"] > 0
     assert [row["context"] for row in figures["contexts"]] == [8, 12]
     # All float32 weights but the embedding table, and two layers' keys and values of 8 positions.

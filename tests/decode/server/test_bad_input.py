@@ -42,6 +42,8 @@ BODIES = [
     (dict(prompt=["a"] * 9, n=8), "n: 72 answers; at most 64", "n"),
     (dict(prompt="\ud800"), "lone surrogate U+D800", "prompt"),
     (dict(prompt=LONG), "exceeds the context of 64", "max_tokens"),
+    (dict(prompt=[5] * 64, max_tokens=1), "exceeds the context of 64", "max_tokens"),
+    (dict(prompt=[5] * 61), "prompt of 61 tokens plus max_tokens 4 exceeds", "max_tokens"),
     (dict(max_tokens=0), "max_tokens: 0 must be at least 1", "max_tokens"),
     (dict(max_tokens=-5), "max_tokens: -5 must be at least 1", "max_tokens"),
     (dict(max_tokens=1000), "max_tokens 1000 exceeds the context of 64", "max_tokens"),
@@ -217,6 +219,11 @@ def test_a_large_body_is_refused_without_being_read(server):
     response = server.http.post("/v1/completions", content=endless(), headers=headers)
     refused(response, 413, "larger than 4194304 bytes", code="body_too_large")
     assert len(sent) < 50
+
+
+def test_a_prompt_up_to_the_last_position(server):
+    answer = server.post(prompt=[5] * 63, max_tokens=1, ignore_eos=True)
+    assert answer.json()["usage"]["completion_tokens"] == 1
 
 
 def test_other_content_types_are_refused(server):
