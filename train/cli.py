@@ -35,6 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="on resume start the data afresh; needed when the mixture changed",
     )
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="trace updates 3 to 5 into DIR/profile, for Perfetto or TensorBoard",
+    )
     group = parser.add_argument_group("only tell what the run would take")
     group.add_argument(
         "--dry-run",
@@ -77,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     from train.loop import train
 
     with processes.leaving_on_errors():
-        result = train(config, args.out, args.resume, args.restart_data)
+        result = train(config, args.out, args.resume, args.restart_data, args.profile)
     if result.exit_code == 0 and first:
         shown = "" if result.loss is None else f", loss {result.loss:.4f}"
         if result.eval_loss is not None:

@@ -208,9 +208,11 @@ class WandbConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    """Metrics go to `metrics.jsonl` every `interval` updates, and to wandb when it is given."""
+    """Metrics go to `metrics.jsonl` every `interval` updates; with `tensorboard` also to the folder of that
+    name in the run's, and to wandb when it is given. All get the same records."""
 
     interval: int = 1
+    tensorboard: bool = False
     wandb: WandbConfig | None = None
 
     def __post_init__(self) -> None:

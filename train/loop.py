@@ -6,7 +6,7 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,14 +25,16 @@ from laneformer_jax.files import atomic_file
 from laneformer_jax.progress import Progress, Quiet, progress
 from train.batches import Feed, local_rows, place
 from train.benchmarks import Benchmarks
+from train.clock import Clock, memory
 from train.config import RunConfig
 from train.metrics import MetricsWriter, Unwritten
 from train.processes import Processes, largest
+from train.profile import Profile
 from train.setup import Setup, prepare
 from train.signals import StopRequest, stop_on_signals
 from train.step import Batch, Metrics, State
 
-CONFIG = "config.yaml"
+CONFIG, PROFILE = "config.yaml", "profile"
 Resume = Literal["auto", "never", "must"]
 
 
@@ -60,6 +62,7 @@ def train(
     out: str | Path,
     resume: Resume = "auto",
     restart_data: bool = False,
+    profile: bool = False,
 ) -> Result:
     """Train one phase into the folder `out`.
 
@@ -74,6 +77,7 @@ def train(
         resume: continue from the newest complete checkpoint in `out`: `auto` if there is one,
             `must` or fail, `never`: fail if there is one.
         restart_data: on resume start the data afresh, which allows another mixture.
+        profile: trace a few updates of the first process into `profile/` (`train.profile`).
 
     Raises:
         UserError: what the config names cannot be had, `resume` does not fit what is in `out`, or
@@ -90,7 +94,7 @@ def train(
             with processes.agreed():
                 if not out.is_dir():
                     raise UserError(f"{out}: not seen by all processes; name a shared folder")
-            return _train(config, out, resume, restart_data, processes, asked)
+            return _train(config, out, resume, restart_data, profile, processes, asked)
         finally:
             stack.close()
             if new and out.exists() and not any(out.iterdir()):  # nothing began
@@ -111,6 +115,7 @@ def _train(
     out: Path,
     resume: Resume,
     restart_data: bool,
+    profile: bool,
     processes: Processes,
     asked: StopRequest,
 ) -> Result:
@@ -123,7 +128,8 @@ def _train(
     if processes.first:
         with atomic_file(out / CONFIG) as file:
             file.write(settings.to_yaml(config))
-    loop = _Loop(config, out, setup, checkpoints, processes, asked)
+    tracer = Profile(out / PROFILE if profile and processes.first else None)
+    loop = _Loop(config, out, setup, checkpoints, processes, asked, tracer)
     try:
         return loop.run()
     finally:
@@ -148,6 +154,7 @@ class _Loop:
         checkpoints: TrainingCheckpoints,
         processes: Processes,
         asked: StopRequest,
+        profile: Profile,
     ):
         self._config, self._out, self._setup = config, out, setup
         self._checkpoints, self._processes = checkpoints, processes
@@ -163,12 +170,15 @@ class _Loop:
             setup.batches, setup.plan.batch_sharding(), processes, self._asked, self._stop
         )
         self._pending: tuple[int, Metrics, Batch] | None = None
-        self._clock = _Clock()
+        self._profile = profile
+        self._compiled: Callable[[State, Batch], tuple[State, Metrics]] | None = None
+        self._once: dict[str, float] = {}  # figures for the next line only
         self._loss: float | None = None
         self._eval_loss: float | None = None
         sizes = config.train
         self._tokens = sizes.batch_size * sizes.seq_len
-        self._flops = costs.training_flops(setup.plan.config, sizes.seq_len) * self._tokens
+        flops = costs.training_flops(setup.plan.config, sizes.seq_len) * self._tokens
+        self._clock = Clock(self._tokens, flops, *self._metrics.earlier)
 
     def run(self) -> Result:
         steps = self._config.train.steps
@@ -182,7 +192,7 @@ class _Loop:
                 if batch is None:
                     self._report(last=not self._stop)
                     break
-                self._state, metrics = self._setup.train_step(self._state, batch)
+                metrics = self._update(batch)
                 self._step += 1
                 # The device works on this update while the one before it is written down.
                 self._report()
@@ -194,8 +204,10 @@ class _Loop:
                     self._report()  # a kill right after the save must not cost this line
                     self._save()
                     self._benchmarks.saved(self._step)
+                self._checkpoints.check()  # a disk that is full must not cost another update
                 self._benchmarks.poll()
             self._report()
+        self._profile.close(self._state)
         if self._step < steps and not self._stop and self._processes.first:
             warnings.warn(
                 f"the data ended after {self._step} of {steps} steps; set `epochs` higher or null",
@@ -213,6 +225,18 @@ class _Loop:
             print(f"saved step {self._step} in {self._out}; run again to go on", file=sys.stderr)
         return Result(self._out, self._step, self._loss, self._eval_loss, code)
 
+    def _update(self, batch: Batch) -> Metrics:
+        """Have the devices make the next update; returns before they have."""
+        if self._compiled is None:
+            with self._clock.paused():
+                began = time.perf_counter()
+                lowered = self._setup.train_step.lower(self._state, batch)
+                self._compiled = lowered.compile()
+                self._once["compile_s"] = time.perf_counter() - began
+        with self._profile.update(self._step + 1, self._state):
+            self._state, metrics = self._compiled(self._state, batch)
+        return metrics
+
     def _progress(self) -> AbstractContextManager[Progress]:
         if not self._processes.first:
             return nullcontext(Quiet())
@@ -221,10 +245,9 @@ class _Loop:
         )
 
     def close(self) -> None:
-        self._benchmarks.close()
-        self._feed.close()
-        self._metrics.close()
-        self._checkpoints.close()
+        with ExitStack() as stack:  # each, also where one before it fails
+            for part in (self._checkpoints, self._metrics, self._feed, self._benchmarks):
+                stack.callback(part.close)
 
     def _report(self, last: bool = False) -> None:
         """Write down the pending update, which waits until the device has made it.
@@ -238,13 +261,12 @@ class _Loop:
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         loss = self._loss = values["loss"]
         self._bar.advance(loss=loss, lr=values["lr"])
-        seconds, updates, waiting = self._clock.lap(self._feed)
+        self._clock.tick()
         last = last or step == self._config.train.steps
         stuck = values["skipped_in_row"] >= self._config.optimizer.stop_after_skips
         last = last or stuck
         if step % self._config.log.interval and not last:
             return
-        self._clock.restart(self._feed)
         self._metrics.write(
             {
                 "step": step,
@@ -256,11 +278,12 @@ class _Loop:
                 "loss_weight": values["weight"],
                 "skipped": int(values["skipped"]),
                 **{name: value for name, value in values.items() if "/" in name},
-                "tokens_per_s": updates * self._tokens / seconds,
-                "model_flops_per_s": updates * self._flops / seconds,
-                "data_wait": waiting / seconds,
+                **self._clock.lap(self._feed.waited),
+                **memory(),
+                **self._once,
             }
         )
+        self._once.clear()
         if stuck:
             self._give_up(step, batch, values)
 
@@ -342,30 +365,6 @@ class _Loop:
                 self._setup.tokenizer_path,
                 self._setup.chat_template,
             )
-
-
-class _Clock:
-    """Time spent on updates: pauses for evaluation and saving do not count."""
-
-    def __init__(self) -> None:
-        self._began = time.perf_counter()
-        self._updates = 0
-        self._waited = 0.0
-
-    def lap(self, feed: Feed) -> tuple[float, int, float]:
-        """Seconds, updates and seconds of waiting for data since the last restart."""
-        self._updates += 1
-        seconds = max(time.perf_counter() - self._began, 1e-9)
-        return seconds, self._updates, feed.waited - self._waited
-
-    def restart(self, feed: Feed) -> None:
-        self._began, self._updates, self._waited = time.perf_counter(), 0, feed.waited
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        self._began += time.perf_counter() - began
 
 
 def _exp(loss: float) -> float | None:

@@ -1,19 +1,23 @@
-"""Where metrics go: always a JSONL file, and Weights & Biases when asked."""
+"""Where metrics go: always a JSONL file; TensorBoard and Weights & Biases when asked."""
 
 from __future__ import annotations
 
 import json
 import os
+import time
 import warnings
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
 from laneformer_jax import settings
+from laneformer_jax.errors import UserError
 from laneformer_jax.files import atomic_file
-from train.config import RunConfig, WandbConfig
+from train.clock import earlier
+from train.config import LogConfig, RunConfig, WandbConfig
 
-JSONL = "metrics.jsonl"
+JSONL, TENSORBOARD = "metrics.jsonl", "tensorboard"
 Record = dict[str, Any]  # always with `step`
 
 
@@ -33,10 +37,13 @@ class JsonlSink:
 
     Attributes:
         records: what the file held up to `step`.
+        earlier: when the run began, and its useful seconds up to `step` (`clock.earlier`).
     """
 
     def __init__(self, path: Path, step: int):
-        self.records = [r for r in read_jsonl(path) if r["step"] <= step]
+        held = read_jsonl(path)
+        self.records = [r for r in held if r["step"] <= step]
+        self.earlier = earlier(held, step)
         with atomic_file(path) as file:
             file.writelines(json.dumps(record) + "\n" for record in self.records)
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  closed by close()
@@ -68,6 +75,58 @@ def read_jsonl(path: str | Path) -> list[Record]:
         if isinstance(record, dict) and isinstance(record.get("step"), int):
             records.append(record)
     return records
+
+
+class TensorBoardSink:
+    """Scalars for TensorBoard, in a folder that all processes of the run before and after share.
+
+    Each process writes a file of its own. Its first event has TensorBoard hide what an earlier one
+    wrote of updates after `step`. Every record is on its way to the disk when `write` returns.
+
+    Args:
+        before: records up to `step`, for a folder that holds none yet.
+    """
+
+    def __init__(self, folder: Path, step: int, before: list[Record]):
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.summary import scalar
+
+        self._event, self._scalar = Event, scalar
+        files = len(list(folder.glob("events.*")))
+        new = files == 0
+        folder.mkdir(exist_ok=True)
+        # Not SummaryWriter, whose thread may hold events back beyond a flush. Names count whole seconds.
+        self._file = EventsWriter(str(folder / "events"), f".{files}")
+        if not new:
+            start = SessionLog(status=SessionLog.START)
+            self._file.write_event(Event(step=step + 1, wall_time=time.time(), session_log=start))
+        for record in before if new else []:
+            self._add(record)
+        self._file.flush()
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        self._add(record)
+        self._file.flush()
+
+    def _add(self, record: Mapping[str, Any]) -> None:
+        when = record.get("time", time.time())
+        for name, value in record.items():
+            if name != "step" and isinstance(value, int | float):
+                summary = self._scalar(name, value)
+                event = self._event(step=record["step"], wall_time=when, summary=summary)
+                self._file.write_event(event)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def check_sinks(config: LogConfig) -> None:
+    """Raises UserError when what the config asks for is not installed."""
+    if config.tensorboard and find_spec("tensorboardX") is None:
+        raise UserError(
+            "log.tensorboard: needs tensorboardX; pip install 'laneformer-jax[tensorboard]'"
+        )
 
 
 class WandbSink:
@@ -120,11 +179,20 @@ def _run_id(home: Path) -> str:
 
 
 class MetricsWriter:
-    """All sinks of a run. wandb failing to start is a warning: the JSONL file has everything."""
+    """All sinks of a run; each gets every record. wandb failing to start is a warning: the JSONL file
+    has everything.
+
+    Attributes:
+        earlier: when the run began, and its useful seconds so far (`clock.earlier`).
+    """
 
     def __init__(self, config: RunConfig, folder: Path, step: int):
         self._jsonl = JsonlSink(folder / JSONL, step)
+        self.earlier = self._jsonl.earlier
         self.sinks: list[Sink] = [self._jsonl]
+        if config.log.tensorboard:
+            board = TensorBoardSink(folder / TENSORBOARD, step, self._jsonl.records)
+            self.sinks.append(board)
         if config.log.wandb is None:
             return
         try:
@@ -159,6 +227,8 @@ class MetricsWriter:
 
 class Unwritten:
     """Stands for MetricsWriter in the processes that write nothing."""
+
+    earlier: tuple[float | None, float] = (None, 0.0)
 
     def has(self, step: int, name: str) -> bool:
         return False

@@ -26,11 +26,11 @@ from laneformer_jax.sharding import check_mesh, make_mesh
 from laneformer_jax.tokenizer import Tokenizer
 from train.batches import BatchIterator
 from train.config import RunConfig
+from train.metrics import check_sinks
 from train.optimizer import make_optimizer, schedule
 from train.processes import Processes, row_share
 from train.step import (
     Batch,
-    Metrics,
     Params,
     Plan,
     State,
@@ -50,7 +50,7 @@ class Setup:
     plan: Plan
     state: State
     restored: bool
-    train_step: Callable[[State, Batch], tuple[State, Metrics]]
+    train_step: Any  # jitted (State, Batch) -> (State, Metrics)
     eval_step: Callable[[Params, Batch], tuple[jax.Array, jax.Array]]
     batches: BatchIterator
     eval_batches: Callable[[], AbstractContextManager[Any]] | None
@@ -135,6 +135,7 @@ def _newest(checkpoints: TrainingCheckpoints, processes: Processes) -> Path | No
 
 
 def _open(config: RunConfig, resumed: Path | None) -> _Found:
+    check_sinks(config.log)
     sizes = config.train
     start = _find_start(config, resumed)
     model = _model_config(config, start)

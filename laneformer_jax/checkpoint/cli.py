@@ -53,6 +53,11 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
         help="entries of the vocabulary to keep (default: those the tokenizer knows; all, if imported)",
     )
     parser.add_argument(
+        "--ema",
+        action="store_true",
+        help="the running mean of the parameters that training kept (optimizer.ema)",
+    )
+    parser.add_argument(
         "--shard-size", metavar="SIZE", help="most bytes in a file, as 500MB (default: 5GB)"
     )
     _add_common(parser)
@@ -120,6 +125,7 @@ def run_export(args: argparse.Namespace) -> int:
             dtype=args.dtype,
             vocab_size=args.vocab_size,
             shard_bytes=shard_bytes,
+            average=args.ema,
             check=args.verify,
         )
     _print(report)

@@ -15,7 +15,8 @@ def contents(folder: Path) -> dict[str, Any] | None:
     """What `folder` holds, as facts by name; None for a folder that is neither checkpoint nor weights.
 
     `holds` is a sentence's worth, `kind` one of run, training, inference, lanes, dense; then what is known of
-    dtype, step, tensors, bytes, tokenizer, and `complete`: whether every file is there with the size it was
+    dtype, step, tensors, bytes, tokenizer, `ema` (the decay of the running mean of the parameters that is
+    there, too, for `export --ema`), and `complete`: whether every file is there with the size it was
     written with (checksums are not looked at).
 
     Raises:
@@ -64,6 +65,7 @@ def _native(folder: Path) -> dict[str, Any]:
         "source": metadata.get("source", {}).get("name"),
         "bytes": sum(size or 0 for size in sizes.values()),
         "tokenizer": _tokenizer(folder),
+        "ema": metadata.get("run", {}).get("optimizer", {}).get("ema"),
         "complete": complete,
     }
     return {name: value for name, value in facts.items() if value is not None}

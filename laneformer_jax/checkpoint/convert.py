@@ -159,6 +159,7 @@ def export(
     dtype: Any = None,
     vocab_size: int | None = None,
     shard_bytes: int | None = None,
+    average: bool = False,
     check: bool = False,
 ) -> Report:
     """Write a native checkpoint, of a run the newest complete one, as a Hugging Face folder.
@@ -171,13 +172,15 @@ def export(
         dtype: of the tensors; None keeps the checkpoint's.
         vocab_size: entries to keep; None: what `real_vocabulary` says.
         shard_bytes: most tensor bytes in a file; None: as imported, else 5 GB.
+        average: the running mean of the parameters that training kept (`optimizer.ema`).
         check: as in `import_lanes`.
 
     Raises:
-        UserError: no complete checkpoint, a target that is taken, a vocabulary that cannot be cut, lanes that
-            are not dense where layout is `llama`; each field in the way is named.
+        UserError: no complete checkpoint, or none with a running mean, a target that is taken, a vocabulary
+            that cannot be cut, lanes that are not dense where layout is `llama`; each field in the way is
+            named.
     """
-    source, folder, metadata = open_native(checkpoint, dtype, vocab_size)
+    source, folder, metadata = open_native(checkpoint, dtype, vocab_size, average)
     llama = layout == "llama"
     form = _as_llama(source) if llama else _as_lanes(source)
     tokenizer = assets.load_tokenizer(folder)
@@ -245,7 +248,10 @@ def _as_llama(source: Source) -> Form:
 
 
 def open_native(
-    checkpoint: str | Path, dtype: Any = None, vocab_size: int | None = None
+    checkpoint: str | Path,
+    dtype: Any = None,
+    vocab_size: int | None = None,
+    average: bool = False,
 ) -> tuple[NativeCheckpoint, Path, dict[str, Any]]:
     """The newest complete checkpoint as a source, its folder, its metadata; as in `export`."""
     if not native.is_native(checkpoint) and (Path(checkpoint) / CONFIG).exists():
@@ -256,7 +262,7 @@ def open_native(
     metadata = native.read_metadata(folder)
     if vocab_size is None:
         vocab_size = real_vocabulary(native.read_config(folder), metadata, folder)
-    return NativeCheckpoint(folder, _dtype(dtype), vocab_size), folder, metadata
+    return NativeCheckpoint(folder, _dtype(dtype), vocab_size, average), folder, metadata
 
 
 def real_vocabulary(

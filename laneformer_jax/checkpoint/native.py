@@ -3,7 +3,8 @@
 A checkpoint is a folder:
 
     embedding/ layer_000/ … head/   parameters, one orbax item per group, keyed by dotted path
-    optimizer/                      training only: whatever tree the trainer gave
+    optimizer/                      training only: whatever tree the trainer gave; a running mean of
+                                    the parameters is its part `opt_state/average`
     config.json                     the model, under the Hugging Face names
     metadata.json                   what wrote it, and what the trainer adds (step, data state, …)
     tokenizer.model                 when there is one (or tokenizer.json)
@@ -50,7 +51,8 @@ if TYPE_CHECKING:
 
 Params = dict[str, Any]  # dotted parameter path -> array (or its shape)
 
-EMBEDDING, HEAD = "embedding", "head"
+EMBEDDING, HEAD, OPTIMIZER = "embedding", "head", "optimizer"
+AVERAGE = ("opt_state", "average")  # where the optimizer's item keeps a mean of the parameters
 CONFIG, METADATA = "config.json", "metadata.json"
 TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json")
 CHECKPOINTS = "checkpoints"  # the folder of steps inside a run's folder
@@ -345,6 +347,35 @@ def read_group(path: str | Path, group: str, target: Mapping[str, Any]) -> dict[
         if wrong:
             raise UserError(f"{folder}: does not fit the config: {'; '.join(wrong)}")
         return dict(checkpointer.restore(folder, wanted))
+
+
+def check_average(path: str | Path) -> None:
+    """Raises UserError unless a checkpoint folder holds a running mean of the parameters."""
+    run = read_metadata(path).get("run", {})
+    if run.get("optimizer", {}).get("ema") is None:
+        raise UserError(f"{path}: holds no running mean of the parameters (optimizer.ema)")
+
+
+def read_average(path: str | Path, group: str, target: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """As `read_group`, but of the running mean of the parameters, which must be there."""
+    import orbax.checkpoint as ocp
+
+    wanted = {p: t for p, t in target.items() if group_of(p) == group}
+    item: Any = wanted
+    for key in reversed(AVERAGE):
+        item = {key: item}
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        found: Any = checkpointer.restore(
+            Path(path).resolve() / OPTIMIZER,
+            args=ocp.args.PyTreeRestore(
+                item=item,
+                restore_args=ocp.checkpoint_utils.construct_restore_args(item),
+                partial_restore=True,
+            ),
+        )
+    for key in AVERAGE:
+        found = found[key]
+    return {p: found[p] for p in wanted}
 
 
 def read_params(path: str | Path, target: Mapping[str, Any]) -> dict[str, jax.Array]:

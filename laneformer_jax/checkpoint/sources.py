@@ -102,18 +102,26 @@ class NativeCheckpoint:
         folder: the checkpoint.
         dtype: cast to it; None keeps each parameter's.
         vocab_size: rows of the embedding and head to keep; None: the config's. The rest is padding.
+        average: the running mean of the parameters instead of what was trained last.
 
     Attributes:
         as_stored: whether `read` gives the very bits of the checkpoint, all of them.
 
     Raises:
-        UserError: a vocabulary that cannot be cut, or parameters that do not fit the config.
+        UserError: a vocabulary that cannot be cut, parameters that do not fit the config, or no running
+            mean.
     """
 
     def __init__(
-        self, folder: Path, dtype: np.dtype[Any] | None = None, vocab_size: int | None = None
+        self,
+        folder: Path,
+        dtype: np.dtype[Any] | None = None,
+        vocab_size: int | None = None,
+        average: bool = False,
     ):
-        self._folder, self._dtype = folder, dtype
+        self._folder, self._dtype, self._average = folder, dtype, average
+        if average:
+            native.check_average(folder)
         self.config = cut_vocabulary(native.read_config(folder), vocab_size)
         shapes = flat_shapes(self.config)
         self._stored = {group: native.stored(folder, group) for group in native.grouped(shapes)}
@@ -137,9 +145,11 @@ class NativeCheckpoint:
 
     def read(self, group: str, memory: Scratch | None = None) -> Params:
         stored = self._stored[group]
-        plain = plain_arrays(self._folder / group, stored)
+        plain = None if self._average else plain_arrays(self._folder / group, stored)
         params: Mapping[str, Any]
-        if plain is not None:
+        if self._average:
+            params = native.read_average(self._folder, group, stored)
+        elif plain is not None:
             params = {path: array.read(memory) for path, array in plain.items()}
         else:
             params = native.read_group(self._folder, group, stored)

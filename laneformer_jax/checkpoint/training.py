@@ -2,7 +2,9 @@
 
 import functools
 import shutil
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy as keep_pol
 from laneformer_jax.checkpoint import assets, manifest, native
 from laneformer_jax.config import LaneformerConfig
 
-OPTIMIZER = "optimizer"
+_SWEEP_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,8 @@ class TrainingCheckpoints:
         self.held: set[int] = set()
         self._files: dict[str, bytes] = {}
         self._saving: int | None = None
+        self._failed = False
+        self._unchecked = False  # whether a save has begun whose end nobody has looked at
         policies: list[Any] = [keep_policy.LatestN(keep), _Held(self.held)]
         if keep_every:
             policies.append(keep_policy.EveryNSteps(keep_every))
@@ -103,14 +107,33 @@ class TrainingCheckpoints:
         if chat_template is not None:
             self._files[assets.CHAT_TEMPLATE] = chat_template.encode()
         items = {group: ocp.args.StandardSave(v) for group, v in native.grouped(params).items()}
-        items[OPTIMIZER] = ocp.args.StandardSave(optimizer)
-        self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+        items[native.OPTIMIZER] = ocp.args.StandardSave(optimizer)
+        self._unchecked = True
+        with self._noted():
+            self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+
+    def check(self) -> None:
+        """Raise what the last save failed with, if it is over; waits for nothing."""
+        if self._unchecked and not self._manager.is_saving_in_progress():
+            self.wait()
 
     def wait(self) -> None:
         """Until the last save is committed; raises what it failed with."""
-        if "_manager" in self.__dict__:
+        if not self._unchecked:
+            return
+        self._unchecked = False
+        with self._noted():
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        """A save that fails gives back, at `close`, what it took of the disk."""
+        try:
+            yield
+        except Exception:
+            self._failed = True
+            raise
 
     def newest(self) -> Path | None:
         """The newest complete checkpoint; None when the folder holds no checkpoint at all.
@@ -139,18 +162,34 @@ class TrainingCheckpoints:
         """
         restored = native.read_params(folder, params)
         with ocp.StandardCheckpointer() as checkpointer:
-            state = checkpointer.restore(folder / OPTIMIZER, optimizer)
+            state = checkpointer.restore(folder / native.OPTIMIZER, optimizer)
         return Restored(int(folder.name), folder, restored, state, native.read_metadata(folder))
 
     def close(self) -> None:
         """Finish the last save and release the threads."""
-        if "_manager" in self.__dict__:
-            self._manager.close()
+        try:
+            if "_manager" in self.__dict__:
+                self._manager.close()
+        finally:
+            if self._failed:
+                self._sweep()
+
+    def _sweep(self) -> None:
+        """Remove what a failed save has written; threads that had not failed yet may still write."""
+        until = time.monotonic() + _SWEEP_S
+        while (left := self._temporary()) and time.monotonic() < until:
+            for temporary in left:
+                shutil.rmtree(temporary, ignore_errors=True)
+            time.sleep(0.1)
 
     def _finish(self) -> None:
         """Orbax calls this with the arrays on disk, before the folder gets its final name."""
         if jax.process_index() != 0:
             return
-        temporary = list(self.folder.glob(f"{self._saving}.orbax-checkpoint-tmp*"))
+        temporary = self._temporary()
         assert len(temporary) == 1, f"{self.folder}: no single temporary folder: {temporary}"
         manifest.write_side_files(temporary[0], self._files)
+
+    def _temporary(self) -> list[Path]:
+        """The folder of the save that is under way."""
+        return list(self.folder.glob(f"{self._saving}.orbax-checkpoint-tmp*"))

@@ -1,6 +1,10 @@
 """The native checkpoint: exact round trips, other meshes, damage and interruption."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -232,6 +236,64 @@ def test_a_save_that_cannot_be_written_is_loud(model, tmp_path, monkeypatch):
         checkpoints.wait()
     monkeypatch.undo()
     assert native.find(tmp_path) == tmp_path / "1"
+
+
+def test_a_mesh_with_explicit_axes_stays_one(model, tmp_path):
+    """Also where that mesh is set while it is saved and read."""
+    kinds = (jax.sharding.AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((2, 4), ("data", "lane"), axis_types=kinds)
+    by_lane = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("lane"))
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    params = {
+        p: jax.device_put(np.asarray(x), by_lane if x.ndim == 3 else whole)
+        for p, x in params_of(model).items()
+    }
+    checkpoints = TrainingCheckpoints(tmp_path)
+    with jax.set_mesh(mesh):
+        checkpoints.save(1, params, {"moment": params}, CONFIG, {})
+        checkpoints.wait()
+        restored = checkpoints.restore(
+            tmp_path / "1", abstract(params), abstract({"moment": params})
+        )
+    checkpoints.close()
+    assert_same(restored.params, params)
+    assert_same(restored.optimizer["moment"], params)
+    for path, value in restored.params.items():
+        assert value.sharding == params[path].sharding
+        assert value.sharding.mesh.axis_types == kinds
+
+
+KILLED = """
+import os, signal, sys
+import jax.numpy as jnp
+from laneformer_jax.checkpoint import manifest
+from laneformer_jax.checkpoint.training import TrainingCheckpoints
+from laneformer_jax.config import LaneformerConfig
+checkpoints = TrainingCheckpoints(sys.argv[1])
+params = {"tok_embeddings.weight": jnp.ones((8, 8))}
+checkpoints.save(1, params, {"m": jnp.ones(3)}, LaneformerConfig(), {})
+checkpoints.wait()
+manifest.write_side_files = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+checkpoints.save(2, params, {"m": jnp.ones(3)}, LaneformerConfig(), {})
+checkpoints.wait()
+"""
+
+
+def test_a_kill_between_the_arrays_and_their_manifest_leaves_the_save_before(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path)],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    (left,) = tmp_path.glob("2.orbax-checkpoint-tmp*")
+    assert any(p.is_file() for p in left.rglob("*"))
+    checkpoints = TrainingCheckpoints(tmp_path)
+    assert checkpoints.newest() == tmp_path / "1"
+    assert checkpoints.steps() == [1]
 
 
 def test_manifest_covers_every_array_file(model, tmp_path):

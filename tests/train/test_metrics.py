@@ -1,4 +1,4 @@
-"""Metrics files: what a resume keeps, and wandb without a key, a network or a home."""
+"""Metrics files: what a resume keeps, TensorBoard, and wandb without a key, a network or a home."""
 
 import json
 import os
@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from train.metrics import JsonlSink, read_jsonl
+from laneformer_jax.errors import UserError
+from train import metrics
+from train.config import LogConfig
+from train.metrics import JsonlSink, TensorBoardSink, check_sinks, read_jsonl
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -51,10 +54,11 @@ from laneformer_jax import settings
 from train.config import RunConfig
 from train.metrics import MetricsWriter
 config = settings.load(RunConfig, None, [
-    "model.preset=tiny", "tokenizer=x", "log.wandb.mode=offline", "log.wandb.name=some"])
+    "model.preset=tiny", "tokenizer=x", "log.wandb.mode=offline", "log.wandb.name=some",
+    "log.tensorboard=true"])
 out, done, until = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 writer = MetricsWriter(config, out, done)
-assert len(writer.sinks) == 2
+assert len(writer.sinks) == 3
 for step in range(done + 1, until + 1):
     writer.write({"step": step, "loss": 1 / step})
     if step % 2 == 0:
@@ -108,6 +112,60 @@ def history(folder: Path) -> list[dict]:
     return points
 
 
+def scalars(folder: Path) -> dict[tuple[int, str], list[float]]:
+    """What TensorBoard shows: by step and name, without what a later process hid."""
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+    shown: dict[tuple[int, str], list[float]] = {}
+    for file in sorted(folder.glob("events.*")):
+        content, at = file.read_bytes(), 0
+        while at < len(content):
+            size = int.from_bytes(content[at : at + 8], "little")
+            event = Event.FromString(content[at + 12 : at + 12 + size])
+            at += 16 + size
+            if event.session_log.status == SessionLog.START:
+                shown = {k: v for k, v in shown.items() if k[0] < event.step}
+            for value in event.summary.value:
+                shown.setdefault((event.step, value.tag), []).append(value.simple_value)
+        assert at == len(content)
+    return shown
+
+
+def of_records(records: list[dict]) -> dict[tuple[int, str], list[float]]:
+    return {
+        (r["step"], k): [pytest.approx(v, rel=1e-6)]
+        for r in records
+        for k, v in r.items()
+        if k != "step" and isinstance(v, int | float)
+    }
+
+
+def test_tensorboard_gets_the_same_records_through_kills(tmp_path):
+    """Without a close, which a kill leaves out; and when it is asked for later only."""
+    folder = tmp_path / "tensorboard"
+    records = [{"step": s, "loss": s / 3, "grad_norm/head": 1.0 * s} for s in range(1, 7)]
+    records[1] |= {"perplexity": None, "time": 12345.5}  # too large for a float
+    late = TensorBoardSink(folder, 2, records[:2])
+    for record in records[2:]:
+        late.write(record)
+    assert scalars(folder) == of_records(records)
+    again = TensorBoardSink(folder, 4, records[:4])  # killed after a checkpoint at step 4
+    shown = [*records[:4], {"step": 5, "loss": 0.5}, {"step": 5, "eval_loss": 2.5}]
+    for record in shown[4:]:
+        again.write(record)
+    assert scalars(folder) == of_records(shown)
+    for sink in (late, again):
+        sink.close()
+
+
+def test_tensorboard_that_is_not_installed_is_one_line(monkeypatch):
+    check_sinks(LogConfig(tensorboard=True))
+    monkeypatch.setattr(metrics, "find_spec", lambda name: None)
+    check_sinks(LogConfig())
+    with pytest.raises(UserError, match=r"log.tensorboard: needs tensorboardX; pip install .*"):
+        check_sinks(LogConfig(tensorboard=True))
+
+
 def test_wandb_offline_needs_nothing_and_a_resume_keeps_every_point(tmp_path):
     out = tmp_path / "run"
     out.mkdir()
@@ -123,6 +181,7 @@ def test_wandb_offline_needs_nothing_and_a_resume_keeps_every_point(tmp_path):
     assert history(runs[0]) == first
     assert history(runs[1]) == [p for step in range(1, 7) for p in points_of(step)]
     assert lines(out / "metrics.jsonl") == history(runs[1])
+    assert scalars(out / "tensorboard") == of_records(history(runs[1]))
 
 
 def points_of(step: int) -> list[dict]:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from laneformer_jax.checkpoint import native
+from train.clock import TIMED
 from train.metrics import read_jsonl
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,9 +85,8 @@ class Run:
 
 def results(out: Path) -> list[dict]:
     """The metrics without those that depend on the clock."""
-    timed = {"tokens_per_s", "model_flops_per_s", "data_wait"}
     return [
-        {k: v for k, v in r.items() if k not in timed} for r in read_jsonl(out / "metrics.jsonl")
+        {k: v for k, v in r.items() if k not in TIMED} for r in read_jsonl(out / "metrics.jsonl")
     ]
 
 
@@ -133,6 +133,9 @@ def test_kills_damage_and_a_signal_change_nothing(corpus, tmp_path):
     assert [r["step"] for r in results(whole) if "loss" in r] == list(range(1, steps + 1))
     assert [r["step"] for r in results(whole) if "eval_loss" in r] == [7, 14, 21, 28, 35, 40]
     assert results(out) == results(whole)
+    last = read_jsonl(out / "metrics.jsonl")[-2]
+    assert 0 < last["useful_s"] < last["wall_s"]  # of all four processes
+    assert last["goodput"] < read_jsonl(whole / "metrics.jsonl")[-2]["goodput"]
     assert saved(out) == saved(whole) == [35, 40]
     assert not list((out / "checkpoints").glob("*tmp*"))
 

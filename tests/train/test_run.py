@@ -1,6 +1,7 @@
 """Runs as a whole: what they start from, what they log, and what may change when they resume."""
 
 import dataclasses
+import gzip
 import json
 import shutil
 import warnings
@@ -10,19 +11,22 @@ import jax
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
-from laneformer_jax import settings
+from laneformer_jax import cli, costs, settings
 from laneformer_jax.checkpoint import native
 from laneformer_jax.checkpoint.training import TrainingCheckpoints
 from laneformer_jax.checkpoint.workplace import claim
 from laneformer_jax.errors import UserError
-from laneformer_jax.model import Laneformer
+from laneformer_jax.model import Laneformer, parameter_paths
 from laneformer_jax.tokenizer import train_tokenizer
 from train import RunConfig, loop
 from train.loop import train
 from train.metrics import read_jsonl
+from train.optimizer import make_optimizer, schedule
 from train.processes import Processes
 from train.setup import Setup, prepare
+from train.step import Plan, init_params, state_shardings
 
 SMALL = dict(
     vocab_size=320,
@@ -81,10 +85,42 @@ def run(finished, tmp_path) -> Path:
     return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
+def state_of(out: Path, step: int, config: RunConfig):
+    """Parameters, moments, counts and key of a checkpoint."""
+    assert config.model is not None
+    plan = Plan(config.model.build())
+    shapes = plan.abstract_params()
+    rate = schedule(config.schedule, config.optimizer.learning_rate, config.train.steps)
+    optimizer = make_optimizer(config.optimizer, rate, shapes)
+    where = state_shardings(plan, optimizer, shapes)
+    rng = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+    tree = {"opt_state": jax.eval_shape(optimizer.init, shapes), "rng": rng}
+    tree = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        tree,
+        {"opt_state": where.opt_state, "rng": where.rng},
+    )
+    checkpoints = TrainingCheckpoints(out / native.CHECKPOINTS)
+    restored = checkpoints.restore(out / native.CHECKPOINTS / str(step), shapes, tree)
+    return jax.device_get((restored.params, restored.optimizer))
+
+
+def test_one_update_after_a_resume_leaves_the_whole_state_of_an_undisturbed_run(run, corpus):
+    """Every count, moment and parameter, decay and schedule included, bit for bit."""
+    config = config_of(corpus)
+    before, want = state_of(run, 4, config), state_of(run, 5, config)
+    shutil.rmtree(run / native.CHECKPOINTS / "5")
+    assert train(config, run).exit_code == 0
+    got = state_of(run, 5, config)
+    assert int(got[1]["opt_state"].made) == int(before[1]["opt_state"].made) + 1 == 5
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 # What a run leaves behind
 
 
-def test_the_interval_and_the_last_step_are_logged(finished):
+def test_the_interval_and_the_last_step_are_logged(finished, corpus):
     records = read_jsonl(finished / "metrics.jsonl")
     updates = [r for r in records if "loss" in r]
     assert [r["step"] for r in updates] == [2, 4, 5]
@@ -96,8 +132,33 @@ def test_the_interval_and_the_last_step_are_logged(finished):
         assert r["perplexity"] == pytest.approx(np.exp(r["loss"]))
         assert r["loss_weight"] == 64
         assert r["grad_norm"] > 0
-        assert r["tokens_per_s"] > 0
+        assert r["tokens_per_s"] == pytest.approx(4 * 16 / r["step_s"])
+        flops = costs.training_flops(config_of(corpus).model.build(), 16)
+        assert r["model_flops_per_s"] == pytest.approx(flops * r["tokens_per_s"])
+        assert "mfu" not in r  # no vendor's peak for a CPU
         assert 0 <= r["data_wait"] <= 1
+        assert 0 < r["useful_s"] <= r["wall_s"]
+        assert r["goodput"] == pytest.approx(r["useful_s"] / r["wall_s"])
+        assert r["host_memory_peak_bytes"] > 2**24
+        for layer in ("layer_000", "layer_001"):
+            assert r[f"grad_norm/{layer}"] > 0
+            assert 0 < r[f"lane_drift/{layer}"] < 7 / 8
+        parts = [v for k, v in r.items() if k.startswith("grad_norm/")]
+        assert np.linalg.norm(parts) == pytest.approx(r["grad_norm"], rel=1e-5)
+    assert [r["useful_s"] for r in updates] == sorted(r["useful_s"] for r in updates)
+    assert ["compile_s" in r for r in updates] == [True, False, False]
+    # Compiling is no part of any step's time: less than it took, by far.
+    assert updates[0]["step_s"] < updates[0]["compile_s"]
+
+
+def test_profile_writes_a_trace_of_three_updates(corpus, tmp_path):
+    train(config_of(corpus, "eval.interval=null"), tmp_path / "run", profile=True)
+    (folder,) = (tmp_path / "run" / loop.PROFILE / "plugins" / "profile").iterdir()
+    (trace,) = folder.glob("*.trace.json.gz")
+    assert len(list(folder.glob("*.xplane.pb"))) == 1
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    steps = [e["args"]["step_num"] for e in events if e.get("name") == "train"]
+    assert sorted(map(int, steps)) == [3, 4, 5]
 
 
 def test_the_config_of_a_run_reads_back(finished, corpus):
@@ -331,3 +392,31 @@ def test_the_mean_of_the_parameters_is_evaluated_too(corpus, tmp_path):
     train(config_of(corpus, "optimizer.ema=0.0", "train.steps=4"), tmp_path / "run")
     (record,) = (r for r in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "eval_loss" in r)
     assert record["eval_loss_ema"] == pytest.approx(record["eval_loss"], rel=1e-6)
+
+
+def test_the_mean_of_the_parameters_is_exported(finished, corpus, tmp_path, capsys):
+    """Of a decay that keeps every term apart: the mean of the start and of what two updates made."""
+    out, ema = tmp_path / "run", 0.75
+    short = ("train.steps=2", "schedule.decay_steps=0", "eval.interval=null")
+    config = config_of(corpus, f"optimizer.ema={ema}", "checkpoint.interval=1", *short)
+    train(config, out)
+    start = init_params(Plan(config.model.build()), config.train.seed)
+    made = [native.load_model(out / "checkpoints" / step) for step in ("1", "2")]
+    assert cli.main(["info", str(out)]) == 0
+    assert "  ema: 0.75\n" in capsys.readouterr().out
+    assert cli.main(["export", str(out), str(tmp_path / "mean"), "--ema", "--verify"]) == 0
+    assert "tensors equal bit for bit" in capsys.readouterr().out
+    exported = params_of(Laneformer.from_pretrained(tmp_path / "mean"))
+    first, second = map(params_of, made)
+    for path, value in exported.items():
+        size = len(value)  # the vocabulary is cut to the tokenizer's
+        mean = ema * start[path][:size] + (1 - ema) * first[path][:size]
+        want = ema * mean + (1 - ema) * second[path][:size]
+        np.testing.assert_allclose(value, want, rtol=1e-5, atol=1e-8, err_msg=path)
+    assert cli.main(["export", str(finished), str(tmp_path / "none"), "--ema"]) == 2
+    assert "holds no running mean of the parameters (optimizer.ema)" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
+def params_of(model: Laneformer) -> dict[str, jax.Array]:
+    return {p: v[...] for p, v in parameter_paths(nnx.state(model)).items()}

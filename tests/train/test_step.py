@@ -393,6 +393,9 @@ def test_a_state_saved_on_one_mesh_goes_on_on_another(tmp_path):
     saved = jax.device_get(state)
     checkpoints = TrainingCheckpoints(tmp_path)
     checkpoints.save(1, state.params, {"opt_state": state.opt_state}, CONFIG, {})
+    # The next update takes over the memory of what is being written.
+    step(state, jax.device_put(batch, plan.batch_sharding()))
+    assert state.params["lm_head.weight"].is_deleted()
     checkpoints.wait()
     (want,), _ = update(plan_of(), batch)
     after = {}
