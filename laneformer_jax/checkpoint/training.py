@@ -17,6 +17,7 @@ from laneformer_jax.checkpoint import assets, manifest, native
 from laneformer_jax.config import LaneformerConfig
 
 _SWEEP_S = 5.0
+_GONE_S = 1.0  # without anything new
 
 
 @dataclass(frozen=True)
@@ -176,8 +177,10 @@ class TrainingCheckpoints:
 
     def _sweep(self) -> None:
         """Remove what a failed save has written; threads that had not failed yet may still write."""
-        until = time.monotonic() + _SWEEP_S
-        while (left := self._temporary()) and time.monotonic() < until:
+        until, gone_until = time.monotonic() + _SWEEP_S, time.monotonic() + _GONE_S
+        while time.monotonic() < min(until, gone_until):
+            if left := self._temporary():
+                gone_until = time.monotonic() + _GONE_S
             for temporary in left:
                 shutil.rmtree(temporary, ignore_errors=True)
             time.sleep(0.1)

@@ -358,7 +358,7 @@ def test_a_program_is_compiled_once_wherever_the_weights_came_from(model):
 def test_layers_that_are_alike_are_traced_once():
     """Of six layers a sliding one and a full one."""
     attend, traced = step.attend_ring, []
-    shape = dict(num_hidden_layers=6, swa_layers=(0, 1, 2, 3), num_attention_heads=8)
+    shape = dict(num_hidden_layers=6, swa_layers=(0, 1, 2, 3), hidden_size=96)
     deep = build(**shape)  # as no other test's
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step, "attend_ring", lambda *args: traced.append(1) or attend(*args))

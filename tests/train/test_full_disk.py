@@ -36,6 +36,7 @@ def untimed(records: list[dict]) -> list[dict]:
     return [{k: v for k, v in r.items() if k not in TIMED} for r in records]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not can_mount(), reason="needs unshare, and a kernel that lets it mount a tmpfs"
 )
