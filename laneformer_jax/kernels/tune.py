@@ -226,6 +226,8 @@ def _time(measure: Any) -> float | None:
 
     try:
         return float(measure())
+    except UserError:  # a ValueError, too: a result that is off is no matter of blocks
+        raise
     except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError):
         return None
 

@@ -54,6 +54,19 @@ def test_a_kernel_that_is_wrong_is_not_timed():
         prepared.measure(Backend(interpret=True), INTERPRETER, 1)
 
 
+def test_blocks_that_do_not_compile_are_left_out_and_a_wrong_result_is_not():
+    def failing(error):
+        def measure():
+            raise error
+
+        return measure
+
+    assert tune._time(lambda: 1.5) == 1.5
+    assert tune._time(failing(NotImplementedError("too large"))) is None
+    with pytest.raises(UserError, match="off by"):
+        tune._time(failing(UserError("head: the kernel is off by 2 %")))
+
+
 @pytest.mark.slow
 def test_everything_at_a_tiny_size(capsys, tmp_path):
     at = tune.Setup(
