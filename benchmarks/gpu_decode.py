@@ -14,6 +14,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -182,23 +183,37 @@ def ways(setup: Setup, graph: Any) -> dict[str, tuple[Kernels, whole_token.One]]
     }
 
 
+def timed_ways(
+    setup: Setup, graph: Any, params: Any, w_VD: Any, lanes: int, context: int, room: int
+) -> Iterator[tuple[str, float, float]]:
+    """By name of the way: its error and, once that is checked, its seconds per token.
+
+    Whole tokens in one launch only with all lanes: other devices cannot be heard inside it.
+    """
+    exact, plain_error = None, 0.0
+    for name, (kernels, one) in ways(setup, graph).items():
+        if name == "token" and lanes < setup.config.num_lanes:
+            continue
+        state = whole_token.random_state(kernels, setup.config, lanes, room)
+        if exact is None:
+            exact = exactly(one, params, w_VD, context, state)
+        error = distance(one, params, w_VD, context, state, exact)
+        plain_error = allowed(name, error, plain_error)
+        counts = (setup.tokens, setup.repeats)
+        yield (
+            name,
+            error,
+            whole_token.seconds_per_token(one, params, w_VD, context, state, *counts),
+        )
+
+
 def token_rows(setup: Setup, model: Any, ceiling: float) -> list[dict[str, Any]]:
     """All lanes on this device, by context and kernels."""
-    graph, params, w_VD = model
     config, rows = setup.config, []
     room = max(setup.contexts) + setup.tokens + 1
     for context in setup.contexts:
         size = costs.decode_weight_bytes(config) + costs.kv_cache_bytes(config, context)
-        exact, plain_error = None, 0.0
-        for name, (kernels, one) in ways(setup, graph).items():
-            state = whole_token.random_state(kernels, config, config.num_lanes, room)
-            if exact is None:
-                exact = exactly(one, params, w_VD, context, state)
-            error = distance(one, params, w_VD, context, state, exact)
-            plain_error = allowed(name, error, plain_error)
-            counts = (setup.tokens, setup.repeats)
-            took = whole_token.seconds_per_token(one, params, w_VD, context, state, *counts)
-            del state
+        for name, error, took in timed_ways(setup, *model, config.num_lanes, context, room):
             share = size / took / ceiling
             rows.append(
                 dict(kernels=name, context=context, error=error, seconds=took, of_ceiling=share)
@@ -222,18 +237,8 @@ def shard_rows(setup: Setup, model: Any, ceiling: float) -> list[dict[str, Any]]
     context = setup.contexts[len(setup.contexts) // 2]
     size = costs.decode_weight_bytes(config) + costs.kv_cache_bytes(config, context)
     waits = costs.waited_lane_sums(config) + 1  # and the exchange of the likeliest token
-    exact, plain_error = None, 0.0
-    for name, (kernels, one) in ways(setup, graph).items():
-        if name == "token":
-            continue  # other devices cannot be heard inside a launch
-        state = whole_token.random_state(kernels, config, 1, context + setup.tokens + 1)
-        if exact is None:
-            exact = exactly(one, lane, part_vD, context, state)
-        error = distance(one, lane, part_vD, context, state, exact)
-        plain_error = allowed(name, error, plain_error)
-        counts = (setup.tokens, setup.repeats)
-        took = whole_token.seconds_per_token(one, lane, part_vD, context, state, *counts)
-        del state
+    room = context + setup.tokens + 1
+    for name, error, took in timed_ways(setup, graph, lane, part_vD, 1, context, room):
         share = size / config.num_lanes / took / ceiling
         projected = {str(each): 1 / (took + waits * each) for each in ALL_REDUCE}
         row = dict(kernels=name, context=context, error=error, seconds=took, of_ceiling=share)
