@@ -102,11 +102,10 @@ def model_card(
     ]
     if not llama:
         early = "summed at once" if config.use_early_comm else "independent lanes"
-        shape += [
-            ("Lanes", f"{config.num_lanes}"),
-            ("Broadcast delay", f"{config.broadcast_delay} layers (before that: {early})"),
-            ("Head", config.lm_head_type),
-        ]
+        exchange = ("Broadcast delay", f"{config.broadcast_delay} layers (before that: {early})")
+        if config.ladder_residual:
+            exchange = ("Exchange", "Ladder Residual: one module late")
+        shape += [("Lanes", f"{config.num_lanes}"), exchange, ("Head", config.lm_head_type)]
     lines = [
         "---",
         *(["license: apache-2.0"] if not source else []),

@@ -125,6 +125,16 @@ def test_a_llama2_tokenizer_is_pointed_out():
     assert "converted from org/model; its licence applies" in card
 
 
+def test_the_card_names_the_exchange():
+    delayed, ladder = (
+        assets.model_card("m", config, {}, "float32", None, llama=False)
+        for config in (preset("tiny"), preset("tiny", ladder_residual=True))
+    )
+    assert "| Broadcast delay | 2 layers (before that: independent lanes) |" in delayed
+    assert "| Exchange | Ladder Residual: one module late |" in ladder
+    assert "delay" not in ladder
+
+
 def test_the_released_shape_has_the_published_count():
     shapes = sources.flat_shapes(preset("laneformer-2b"))
     assert sum(int(np.prod(shape)) for shape in shapes.values()) == 2_320_069_632
