@@ -40,7 +40,8 @@ class PeerProcess:
 
     def __init__(self, bench: str, python: str, script: Path, shape: Mapping[str, Any]):
         self._process = subprocess.Popen(
-            [python, str(script), json.dumps(shape)],
+            # -P: modules beside the script must not stand in for the standard library's.
+            [python, "-P", str(script), json.dumps(shape)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
