@@ -186,7 +186,8 @@ class Engine:
             if left <= 0:
                 return None
             left -= count  # every step makes a token at least
-            state, out = loop.burst(self._layout, plan, self._arrays, state, inputs, steps)
+            burst = loop.burst_of(self._layout)
+            state, out = burst(self._layout, plan, self._arrays, state, inputs, steps)
             return out
 
         waiting = launch(self._one, 1)

@@ -19,6 +19,7 @@ from decode.sampling import Filters, Knobs, Seen
 from decode.step import xla_step
 from decode.steps import step_of
 from decode.weights import Arrays, Layout
+from laneformer_jax import compat
 from laneformer_jax.cache import RingCache
 from laneformer_jax.sharding import LANE, named
 
@@ -141,8 +142,7 @@ def prefill(layout: Layout, arrays: Arrays, cache: RingCache, ids_BS: jax.Array)
     return _over_lanes(layout, local, (layout.specs, specs, P()), specs)(arrays, cache, ids_BS)
 
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=(3,))
-def burst(
+def _whole_burst(
     layout: Layout, plan: Plan, arrays: Arrays, state: State, inputs: Inputs, steps: jax.Array
 ) -> tuple[State, Out]:
     """Up to `steps` steps, fewer when all rows are done before. What it hands out is `packed`."""
@@ -158,6 +158,17 @@ def burst(
         # Pallas' interpreter does not know what differs between devices.
         checked=not plan.kernels.startswith("interpret"),
     )(arrays, state, inputs, steps)
+
+
+_jit = partial(jax.jit, static_argnums=(0, 1), donate_argnums=(3,))
+burst = _jit(_whole_burst)
+_burst_over_gpus = _jit(_whole_burst, compiler_options=compat.DELAYED_SUMS)
+
+
+def burst_of(layout: Layout) -> Any:
+    """`burst`, as XLA must compile it for where the lanes are."""
+    over_gpus = layout.mesh is not None and layout.first_device.platform == "gpu"
+    return _burst_over_gpus if over_gpus else burst
 
 
 def _over_lanes(
@@ -194,7 +205,7 @@ def _burst(
     layout: Layout, plan: Plan, arrays: Arrays, state: State, inputs: Inputs, steps: jax.Array
 ) -> tuple[State, Out]:
     model, lanes, shards = layout.model(arrays), layout.lanes, layout.shards
-    step = step_of(plan.kernels)
+    step = step_of(plan.kernels, layout.first_device)
     out = _empty(plan, len(inputs.prompt_B))
     if plan.logits:
         shape = (*out.tokens_Bt.shape, shards.size)

@@ -94,14 +94,14 @@ class ByKernels(Plain):
         return Said(logits_v[None, None], out.token[None, None])
 
 
-def step_of(kernels: str) -> Step:
-    """The step behind a name that `kernels.choose.choose` gives."""
+def step_of(kernels: str, device: Any) -> Step:
+    """The step behind a name that `kernels.choose.choose` gives for a device."""
     if kernels == "xla":
         return Plain()
     from laneformer_jax.kernels import choose, step
     from laneformer_jax.kernels.backend import Backend
 
-    table = choose.tuning(kernels, jax.devices()[0])
+    table = choose.tuning(kernels, device)
     assert table is not None, kernels
     launches = kernels.removeprefix("interpret-")
     return ByKernels(step.Kernels(Backend(interpret=launches != kernels), table, launches))

@@ -64,6 +64,10 @@ class Layout:
     device: Any = None  # of the weights, without a mesh
 
     @property
+    def first_device(self) -> Any:
+        return self.device if self.mesh is None else self.mesh.devices.flat[0]
+
+    @property
     def axis(self) -> str | None:
         return None if self.mesh is None else LANE
 

@@ -7,6 +7,16 @@ import jax
 JAX_VERSION: tuple[int, ...] = tuple(int(p) for p in jax.__version__.split(".")[:3])
 
 
+# For programs in which delayed sums over GPUs are to be under way while kernels run. Left alone, XLA joins
+# the sums of neighbouring layers, which costs copies; makes each a fusion, which its scheduler takes for work
+# like any other and starts where it is needed; and lets one be under way at a time.
+DELAYED_SUMS: dict[str, str | int] = {
+    "xla_gpu_all_reduce_combine_threshold_bytes": 1,
+    "xla_disable_hlo_passes": "collective-fusion",
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
+}
+
+
 def coordination_client() -> Any:
     """The client of the service that joins the processes of `jax.distributed`; JAX exports none."""
     from jax._src import distributed

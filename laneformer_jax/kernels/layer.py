@@ -60,12 +60,15 @@ class Scratch(NamedTuple):
 
 
 class Made(NamedTuple):
-    """What a launch leaves of one layer: raw outputs of both modules, and the cache."""
+    """What a launch leaves of one layer: raw outputs of both modules, the cache, and the outputs again
+    as `project.Projected.sent_LD`."""
 
     attention_LD: jax.Array
     mlp_LD: jax.Array
     keys_LKTd: jax.Array
     values_LKTd: jax.Array
+    attention_sent_LD: jax.Array | None = None
+    mlp_sent_LD: jax.Array | None = None
 
 
 class Output(NamedTuple):
@@ -112,22 +115,23 @@ def run_layers(
     scratch: Scratch,
     t: Tuning,
     name: str,
-    y_dtype: jnp.dtype | None = None,
+    send: bool = False,
     phase: int | None = None,
     sofar: Output | None = None,
 ) -> Output:
     """These layers, one after another, for one token.
 
-    y_dtype: of the modules' raw outputs, as in `project.project`.
+    send: as in `project.project`.
     phase: only this one of N · `PHASES`, which needs no meeting and so any number of programs one after
     another; the phases before it have left `sofar`.
     """
     lanes, hidden = x_LD.shape
     programs = t.layer.count
-    raw: Any = jax.ShapeDtypeStruct(x_LD.shape, y_dtype or x_LD.dtype)
+    raw: Any = jax.ShapeDtypeStruct(x_LD.shape, x_LD.dtype)
+    sent: Any = jax.ShapeDtypeStruct(x_LD.shape, jnp.float32) if send else None
     made = Output(
         x_LD,
-        tuple(Made(raw, raw, one.keys_LKTd, one.values_LKTd) for one in layers),
+        tuple(Made(raw, raw, one.keys_LKTd, one.values_LKTd, sent, sent) for one in layers),
         scratch,
     )
     before = sofar or made
@@ -136,7 +140,9 @@ def run_layers(
     numbers = range(len(jax.tree.leaves(made)))
     written = jax.tree.unflatten(jax.tree.structure(made), numbers)
     whole = (
-        {written.x_LD} | {n for one in written.made for n in one[:2]} if sofar is None else set()
+        {written.x_LD} | {n for one in written.made for n in (*one[:2], *one[4:])}
+        if sofar is None
+        else set()
     )
     kept = [n for n in numbers if n not in whole]
     read = jax.tree.leaves(before)
@@ -249,7 +255,14 @@ class _Phases(NamedTuple):
             self._share(splits * heads * self.lanes, tile)
 
         def attention_out() -> None:
-            refs = project.Refs(x_ref, w.wo_LDI, s.between_LD, out.attention_LD, *arriving[0][:2])
+            refs = project.Refs(
+                x_ref,
+                w.wo_LDI,
+                s.between_LD,
+                out.attention_LD,
+                *arriving[0][:2],
+                out.attention_sent_LD,
+            )
             self._project(refs, s.heard_LO, layer.rules[0], t.out, made_here, arriving[0].fresh)
 
         def norm_gate_up() -> None:
@@ -265,7 +278,9 @@ class _Phases(NamedTuple):
             self._over_rows(size, rows, tile)
 
         def mlp_down() -> None:
-            refs = project.Refs(s.between_LD, w.w2_LDI, after, out.mlp_LD, *arriving[1][:2])
+            refs = project.Refs(
+                s.between_LD, w.w2_LDI, after, out.mlp_LD, *arriving[1][:2], out.mlp_sent_LD
+            )
             self._project(refs, s.gated_LF, layer.rules[1], t.down, True, arriving[1].fresh)
 
         return [norm_qkv, attend, attention_out, norm_gate_up, mlp_down]

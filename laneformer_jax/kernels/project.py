@@ -6,7 +6,7 @@ Shapes: L lanes of this device, D hidden, I inputs of a lane, R rows of a progra
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,15 @@ class Rule:
 
     scale: float = 1.0
     past: Past | None = None
+
+
+class Projected(NamedTuple):
+    """Residual streams after the module, and its raw output y; `sent_LD` is y in float32 for a sum over
+    devices, which may then take that memory for its result."""
+
+    x_LD: jax.Array
+    y_LD: jax.Array
+    sent_LD: jax.Array | None = None
 
 
 def reference(
@@ -64,12 +73,9 @@ def project(
     rule: Rule,
     name: str,
     blocks: Rows,
-    y_dtype: jnp.dtype | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """As `reference`, in one launch.
-
-    y_dtype: float32 holds the same y, ready to be summed over other devices; default: that of x.
-    """
+    send: bool = False,
+) -> Projected:
+    """As `reference`, in one launch. send: with `Projected.sent_LD`."""
     lanes, hidden = x_LD.shape
     rows = block(hidden, blocks.rows)
     past = rule.past
@@ -78,22 +84,23 @@ def project(
         extra.append(past.total_D)
 
     def kernel(x_ref: Ref, a_ref: Ref, w_ref: Ref, *rest: Ref) -> None:
-        *past_refs, out_ref, y_ref = rest
+        past_refs, (out_ref, y_ref, *sent) = rest[: len(extra)], rest[len(extra) :]
         lane = program(1)
         source = Vector(a_ref, lane)
-        refs = Refs(x_ref, w_ref, out_ref, y_ref, *past_refs)
+        refs = Refs(x_ref, w_ref, out_ref, y_ref, *past_refs, sent=sent[0] if sent else None)
         tile(b, refs, source, rule.scale, lane, program(0) * rows, rows, blocks.columns)
 
     shape = jax.ShapeDtypeStruct(x_LD.shape, x_LD.dtype)
-    out_LD, y_LD = b.launch(
+    sent = [jax.ShapeDtypeStruct(x_LD.shape, jnp.float32)] if send else []
+    made = b.launch(
         kernel,
         name,
         (hidden // rows, lanes),
         [x_LD, a_LI, w_LDI, *extra],
-        [shape, jax.ShapeDtypeStruct(x_LD.shape, y_dtype or x_LD.dtype)],
+        [shape, shape, *sent],
         blocks.launch,
     )
-    return out_LD, y_LD
+    return Projected(*made)
 
 
 @dataclass(frozen=True)
@@ -106,6 +113,7 @@ class Refs:
     y: Ref
     past: Ref = None
     total: Ref = None
+    sent: Ref = None
 
 
 def tile(
@@ -138,6 +146,8 @@ def tile(
     [y_R] = products(b, [(refs.w, (lane, row_R))], source, refs.w.shape[2], columns)
     y_R = b.rounded(y_R, dtype)
     b.store(refs.y, lane, row_R, value=y_R)
+    if refs.sent is not None:
+        b.store(refs.sent, lane, row_R, value=y_R)
     own_R = y_R if scale == 1 else b.rounded(y_R * scale, dtype)
     if refs.past is not None:
         own_R = b.rounded(own_R + due_R, dtype)

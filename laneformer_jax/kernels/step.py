@@ -25,7 +25,7 @@ from laneformer_jax.kernels import layer as whole
 from laneformer_jax.kernels.backend import Backend
 from laneformer_jax.kernels.choose import unsupported
 from laneformer_jax.kernels.layer import Earlier, Layer, Scratch, Weights
-from laneformer_jax.kernels.project import Past, Rule
+from laneformer_jax.kernels.project import Past, Projected, Rule
 from laneformer_jax.kernels.tuning import Tuning
 from laneformer_jax.model import Laneformer
 from laneformer_jax.norms import LaneRMSNorm, RMSNorm
@@ -134,7 +134,6 @@ def layers_step(
     x_LD = jnp.broadcast_to(lanes.enter(row_D), (local_lanes, *row_D.shape))
     cos_BSh, sin_BSh = rope.angles(position[None, None], cfg)
     angles = (cos_BSh[0, 0], sin_BSh[0, 0])
-    alone = lanes.axis is not None and local_lanes == 1
     run = _Token(
         kernels.backend,
         kernels.tuning,
@@ -142,7 +141,7 @@ def layers_step(
         angles,
         position,
         _Exchange(cfg, lanes),
-        jnp.float32 if alone else None,
+        send=lanes.axis is not None and local_lanes == 1,
     )
     keys, values, scratch = list(state.keys), list(state.values), state.scratch
     weights = [_weights(module) for module in model.layers]
@@ -170,7 +169,7 @@ class _Token:
     angles: tuple[jax.Array, jax.Array]
     position: jax.Array
     exchange: _Exchange
-    y_dtype: jnp.dtype | None  # float32 where a module's output goes straight into an all-reduce
+    send: bool  # a module's output goes straight into a sum over devices
 
 
 def _piecewise(
@@ -192,16 +191,12 @@ def _piecewise(
         b, q_LO, keys_LKTd, values_LKTd, run.position, window, counter, t.attention
     )
     rule = exchange.rule(i, ATTENTION)
-    after_LD, y_LD = project.project(
-        b, x_LD, heard_LO, w.wo_LDI, rule, "attention_out", t.out, run.y_dtype
-    )
-    x_LD = exchange.queue(i, ATTENTION, x_LD, y_LD, after_LD)
+    made = project.project(b, x_LD, heard_LO, w.wo_LDI, rule, "attention_out", t.out, run.send)
+    x_LD = exchange.queue(i, ATTENTION, x_LD, made)
     gated_LF = gate_up.gate_up(b, x_LD, w.gate_up, eps, t.gate_up)
     rule = exchange.rule(i, MLP)
-    after_LD, y_LD = project.project(
-        b, x_LD, gated_LF, w.w2_LDI, rule, "mlp_down", t.down, run.y_dtype
-    )
-    return exchange.queue(i, MLP, x_LD, y_LD, after_LD), keys_LKTd, values_LKTd, counter
+    made = project.project(b, x_LD, gated_LF, w.w2_LDI, rule, "mlp_down", t.down, run.send)
+    return exchange.queue(i, MLP, x_LD, made), keys_LKTd, values_LKTd, counter
 
 
 def _whole(
@@ -219,8 +214,11 @@ def _whole(
     one = Layer(w, keys_LKTd, values_LKTd, run.config.window(i), rules)
     out = _launch(run, x_LD, [one], scratch, "layer")
     made = out.made[0]
-    for module, y_LD in ((ATTENTION, made.attention_LD), (MLP, made.mlp_LD)):
-        x_LD = exchange.queue(i, module, x_LD, y_LD, out.x_LD)
+    for module, y_LD, sent_LD in (
+        (ATTENTION, made.attention_LD, made.attention_sent_LD),
+        (MLP, made.mlp_LD, made.mlp_sent_LD),
+    ):
+        x_LD = exchange.queue(i, module, x_LD, Projected(out.x_LD, y_LD, sent_LD))
     return x_LD, made.keys_LKTd, made.values_LKTd, out.scratch
 
 
@@ -238,7 +236,7 @@ def _at_once(
         layers.append(Layer(w, state.keys[i], state.values[i], window, (rules[0], rules[1])))
     assert isinstance(state.scratch, Scratch)
     out = _launch(run, x_LD, layers, state.scratch, "token")
-    keys, values = (tuple(rings) for rings in zip(*(one[2:] for one in out.made), strict=True))
+    keys, values = (tuple(rings) for rings in zip(*(one[2:4] for one in out.made), strict=True))
     return out.x_LD, State(keys, values, out.scratch)
 
 
@@ -246,7 +244,7 @@ def _launch(
     run: _Token, x_LD: jax.Array, layers: list[Layer], scratch: Scratch, name: str
 ) -> whole.Output:
     eps, rest = run.config.norm_eps, (run.angles, run.position, scratch, run.tuning, name)
-    return whole.run_layers(run.b, x_LD, layers, eps, *rest, run.y_dtype)
+    return whole.run_layers(run.b, x_LD, layers, eps, *rest, run.send)
 
 
 def head_step(
@@ -348,24 +346,18 @@ class _Exchange:
         if self.config.queues(layer, module):
             self.in_flight[layer + self.config.broadcast_delay, module] = Past(y)
 
-    def queue(
-        self,
-        layer: int,
-        module: str,
-        x_LD: jax.Array,
-        y_LD: jax.Array,
-        after_LD: jax.Array,
-    ) -> jax.Array:
-        """Put raw outputs on their way. Streams after the module: `after`, or where all lanes sum at
+    def queue(self, layer: int, module: str, x_LD: jax.Array, made: Projected) -> jax.Array:
+        """Put raw outputs on their way. Streams after the module: those made, or where all lanes sum at
         once, `x` and that sum."""
         cfg, lanes = self.config, self.lanes
         sums_now, queues = cfg.sums_now(layer), cfg.queues(layer, module)
         total_D = None
         if sums_now or (queues and lanes.axis):
+            y_LD = made.y_LD if made.sent_LD is None else made.sent_LD
             total_D = lanes.enter(lanes.total(y_LD))
         if queues:
-            self.in_flight[layer + cfg.broadcast_delay, module] = Past(y_LD, total_D)
+            self.in_flight[layer + cfg.broadcast_delay, module] = Past(made.y_LD, total_D)
         if sums_now:
             assert total_D is not None
             return plain.plus(x_LD, rounded(total_D, x_LD.dtype))
-        return after_LD
+        return made.x_LD

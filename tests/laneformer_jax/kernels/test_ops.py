@@ -179,14 +179,14 @@ def test_project(interpreter, small, lanes, past, dtype):
         close(jax.jit(run)(*args), jax.jit(partial(project.reference, rule=rule))(*args))
 
 
-def test_project_keeps_its_output_in_float32_for_a_sum(interpreter, small):
+def test_project_sends_its_output_in_float32_for_a_sum(interpreter, small):
     args = [array(i, *s, dtype=BF16) for i, s in enumerate([(1, 64), (1, 32), (1, 64, 32)])]
-    y, y32 = (
-        project.project(interpreter, *args, Rule(), "out", small.out, y_dtype=dtype)[1]
-        for dtype in (None, jnp.float32)
-    )
-    assert (y.dtype, y32.dtype) == (BF16, jnp.float32)
-    np.testing.assert_array_equal(np.asarray(y, np.float32), y32)
+    past = Past(args[0], array(3, 64))
+    for rule in (Rule(), Rule(1.0, past)):
+        made = project.project(interpreter, *args, rule, "out", small.out, send=True)
+        assert (made.y_LD.dtype, made.sent_LD.dtype) == (BF16, jnp.float32)
+        np.testing.assert_array_equal(np.asarray(made.y_LD, np.float32), made.sent_LD)
+        close(made[:2], project.reference(*args, rule))
 
 
 @pytest.mark.parametrize(
