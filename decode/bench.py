@@ -145,7 +145,7 @@ def measure(config: Any, args: argparse.Namespace) -> dict[str, Any]:
         figures["ratio_to_peer"] = speed["tok_s"] / theirs["tok_s"]
         figures["peer"] = peer.what
     if args.contexts:
-        figures["contexts"] = [_at_context(engine, model, args, n) for n in args.contexts]
+        figures |= _over_contexts(engine, model, args)
     return figures | {
         "command": shlex.join(["laneformer", *sys.argv[1:]]),
         "jax": jax.__version__,
@@ -174,28 +174,42 @@ def _shape(engine: Engine, config: Any, args: argparse.Namespace, prompt: int) -
     }
 
 
-def _at_context(
-    engine: Engine, model: Laneformer, args: argparse.Namespace, prompt: int
-) -> dict[str, Any]:
-    check(engine, model, args, prompt)  # compiles what is timed
-    timed = Timed(engine, prompt, args.new)
+def _over_contexts(engine: Engine, model: Laneformer, args: argparse.Namespace) -> dict[str, Any]:
+    """Speeds behind prompts of several lengths, in turn, and at what rate the keys and values that the longer
+    ones have more of were read: the slope of the time per token over their bytes, by least squares."""
+    timed = {}
+    for prompt in args.contexts:
+        check(engine, model, args, prompt)  # compiles what is timed
+        timed[prompt] = Timed(engine, prompt, args.new)
     ceiling = Ceiling()
-    runs = []
-    for _ in range(min(3, args.rounds)):
-        ceiling.measure()
-        runs.append(timed(prompt, args.new))
-    speed = rate(runs)
-    shape = _shape(engine, model.config, args, prompt)
-    gb_s = shape["bytes_per_token"] * speed["tok_s"] / 1e9
-    return {
-        "prompt": prompt,
-        "context": shape["context"],
-        "tok_s": speed["tok_s"],
-        "time_to_first_token_s": speed["first_s"],
-        "kv_bytes_per_token": shape["kv_bytes_per_token"],
-        "gb_s": gb_s,
-        "share_of_read_ceiling": gb_s / ceiling.gb_s,
-    }
+    runs: dict[int, list[Any]] = {prompt: [] for prompt in args.contexts}
+    for _ in range(args.rounds):
+        for prompt, request in timed.items():
+            ceiling.measure()
+            runs[prompt].append(request(prompt, args.new))
+    rows = []
+    for prompt in args.contexts:
+        speed = rate(runs[prompt])
+        shape = _shape(engine, model.config, args, prompt)
+        gb_s = shape["bytes_per_token"] * speed["tok_s"] / 1e9
+        rows.append(
+            {
+                "prompt": prompt,
+                "context": shape["context"],
+                "tok_s": speed["tok_s"],
+                "time_to_first_token_s": speed["first_s"],
+                "kv_bytes_per_token": shape["kv_bytes_per_token"],
+                "gb_s": gb_s,
+                "share_of_read_ceiling": gb_s / ceiling.gb_s,
+            }
+        )
+    slope = None
+    if len({row["kv_bytes_per_token"] for row in rows}) > 1:
+        slope = statistics.linear_regression(
+            [row["kv_bytes_per_token"] for row in rows], [1 / row["tok_s"] for row in rows]
+        ).slope
+    kv_gb_s = 1e-9 / slope if slope and slope > 0 else None
+    return {"contexts": rows, "contexts_read_ceiling_gb_s": ceiling.gb_s, "kv_gb_s": kv_gb_s}
 
 
 def rate(runs: list[list[tuple[int, float]]]) -> dict[str, float]:

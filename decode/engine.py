@@ -211,7 +211,7 @@ class Engine:
         if rest:  # filled up on the left
             sizes.insert(0, min(_bucket(rest, LEAST_CHUNK), self._chunk))
         positions = max([prompt + new + draft, *sizes])
-        return min(_bucket(positions, LEAST_POSITIONS), max(positions, self.context)), sizes
+        return min(_slots(positions), max(positions, self.context)), sizes
 
     def _check_memory(self, rows: int, prompt: int, new: int, draft: int) -> None:
         needed = self.cache_bytes(rows, prompt, new, draft)
@@ -236,9 +236,9 @@ class Engine:
             if len(prompt) > 1:
                 row[padded - len(prompt) + 1 :] = prompt[:-1]
         starts_B = np.asarray([len(p) - 1 - padded for p in prompts], np.int32)
-        cache = loop.empty_cache(
-            self._layout, positions, ahead, self._dtype.name, self._placed(starts_B, P())
-        )
+        in_blocks = self._kernels == "xla" and self._layout.first_device.platform == "cpu"
+        sizes_of = positions, ahead, self._dtype.name, in_blocks
+        cache = loop.empty_cache(self._layout, *sizes_of, self._placed(starts_B, P()))
         at = 0
         for size in sizes:
             part = ids_BS[:, at : at + size]
@@ -293,6 +293,15 @@ def _bucket(size: int, least: int) -> int:
     """`size` rounded up to a power of two or the middle between two of them."""
     power = max(least, 1 << (size - 1).bit_length())
     return power * 3 // 4 if power > least and size <= power * 3 // 4 else power
+
+
+def _slots(positions: int) -> int:
+    """Of a cache for so many positions: rounded up, so that few are compiled, but as memory and what a token
+    reads grow with them to at most a fourth more where they are many."""
+    if positions <= 4 * LEAST_POSITIONS:
+        return _bucket(positions, LEAST_POSITIONS)
+    step = 1 << ((positions - 1).bit_length() - 3)
+    return -(-positions // step) * step
 
 
 @partial(jax.jit, static_argnums=(1, 2))

@@ -110,19 +110,18 @@ def input_specs(inputs: Inputs) -> Any:
 
 
 def cache_specs(cache: RingCache) -> Any:
-    by_lane: Any = tuple(P(LANE) for _ in cache.keys)
-    everywhere: Any = P()
-    return RingCache(by_lane, by_lane, everywhere)
+    by_lane: Any = jax.tree.map(lambda _: P(LANE), cache)
+    return by_lane._replace(length_B=P())
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def empty_cache(
-    layout: Layout, positions: int, ahead: int, dtype: str, length_B: jax.Array
+    layout: Layout, positions: int, ahead: int, dtype: str, in_blocks: bool, length_B: jax.Array
 ) -> RingCache:
     """A cache whose rows begin at the positions `length_B`; see `RingCache.empty`."""
     config = layout.config
     cache = RingCache.empty(
-        config, len(length_B), positions, ahead, jnp.dtype(dtype), config.num_lanes
+        config, len(length_B), positions, ahead, jnp.dtype(dtype), config.num_lanes, in_blocks
     )._replace(length_B=length_B)
     mesh = layout.mesh
     if mesh is None:

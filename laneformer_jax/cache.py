@@ -4,11 +4,12 @@ Shapes: L lanes of this device, B batch, S new tokens, R slots of a ring, K kv h
 G = L·B·K, d head size.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from laneformer_jax import cache_blocks
 from laneformer_jax.config import LaneformerConfig
 
 
@@ -21,8 +22,9 @@ class RingCache(NamedTuple):
     """
 
     # N × [G,R,d]: one leading axis, because where a matrix product must fold axes first XLA copies all of it.
-    keys: tuple[jax.Array, ...]
-    values: tuple[jax.Array, ...]
+    # Or N × `cache_blocks.Blocks`.
+    keys: tuple[Any, ...]
+    values: tuple[Any, ...]
     length_B: jax.Array  # int32, the next position; below 0 while padding goes in
 
     @classmethod
@@ -34,15 +36,24 @@ class RingCache(NamedTuple):
         ahead: int,
         dtype: jnp.dtype,
         local_lanes: int,
+        in_blocks: bool = False,
     ) -> "RingCache":
-        """For `context` positions of `batch` rows, written at most `ahead` at once."""
+        """For `context` positions of `batch` rows, written at most `ahead` at once.
+
+        in_blocks: each ring as `cache_blocks` has it, for CPUs.
+        """
         heads = local_lanes * batch * (config.num_key_value_heads // config.num_lanes)
+        slots = [ring_slots(config, i, context, ahead) for i in range(config.num_hidden_layers)]
+        lengths = jnp.zeros((batch,), jnp.int32)
+        if in_blocks:
+            blocks = [cache_blocks.empty(heads, r, config.head_size, dtype) for r in slots]
+            keys, values = zip(*blocks, strict=True)
+            return cls(keys, values, lengths)
 
         def rings() -> tuple[jax.Array, ...]:  # buffers of their own, so that all can be donated
-            slots = (ring_slots(config, i, context, ahead) for i in range(config.num_hidden_layers))
             return tuple(jnp.zeros((heads, r, config.head_size), dtype) for r in slots)
 
-        return cls(rings(), rings(), jnp.zeros((batch,), jnp.int32))
+        return cls(rings(), rings(), lengths)
 
 
 def ring_slots(config: LaneformerConfig, layer: int, context: int, ahead: int) -> int:

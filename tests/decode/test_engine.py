@@ -6,8 +6,8 @@ import pytest
 from flax import nnx
 from goldens import BFLOAT16, COMMITTED, FLOAT32, golden_of
 
-from decode import Engine, Request, Sampling, engine, generate, loop, step
-from laneformer_jax import Laneformer, costs
+from decode import Engine, Request, Sampling, engine, generate, loop
+from laneformer_jax import Laneformer, cache_blocks, costs
 from laneformer_jax.cache import RingCache
 from laneformer_jax.errors import UserError
 from laneformer_jax.presets import preset
@@ -374,11 +374,11 @@ def test_a_program_is_compiled_once_wherever_the_weights_came_from(model):
 
 def test_layers_that_are_alike_are_traced_once():
     """Of six layers a sliding one and a full one."""
-    attend, traced = step.attend_ring, []
+    attend, traced = cache_blocks.attend, []
     shape = dict(num_hidden_layers=6, swa_layers=(0, 1, 2, 3), hidden_size=96)
     deep = build(**shape)  # as no other test's
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step, "attend_ring", lambda *args: traced.append(1) or attend(*args))
+        patch.setattr(cache_blocks, "attend", lambda *a: traced.append(1) or attend(*a))
         next(Engine(deep).run([np.asarray([3], np.int32)], 1, Sampling()))
     assert len(traced) == 2
 
