@@ -1,5 +1,7 @@
 """One token through all kernels equals the model's cached forward pass, token after token."""
 
+from collections import Counter
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,7 @@ from laneformer_jax.cache import RingCache
 from laneformer_jax.errors import UserError
 from laneformer_jax.exchange import Lanes
 from laneformer_jax.kernels import step
+from laneformer_jax.kernels.backend import Backend
 from laneformer_jax.kernels.step import Kernels
 from laneformer_jax.model import parameter_specs
 from laneformer_jax.presets import preset
@@ -153,6 +156,69 @@ def test_lanes_over_devices_equal_one_device(interpreter, quick, devices, launch
     want = by_model(model)
     np.testing.assert_allclose(logits, want, atol=1e-5 * np.abs(want).max())
     assert tokens == want.argmax(-1).tolist()
+
+
+def under_way(quick, devices, launches, **overrides):
+    """Kernels that may run beside each sum over devices: those between the one that made what is summed
+    and the first that needs the result. And of which sums the summed array has no other use, so that
+    its memory may become the result's."""
+    config = preset("tiny", **SHAPE | dict(num_hidden_layers=4, broadcast_delay=2) | overrides)
+    kernels = Kernels(Backend(interpret=True), quick, launches)
+    model = nnx.eval_shape(lambda: Laneformer(config, rngs=nnx.Rngs(0)))
+    graphdef, params = nnx.split(model)
+    state = jax.eval_shape(
+        lambda: step.empty_state(kernels, config, (16,) * 4, jnp.float32, config.num_lanes)
+    )
+    lanes, states = Lanes(config.num_lanes, LANE), jax.tree.map(lambda _: P(LANE), state)
+
+    def layers(params, token, position, state):
+        model = nnx.merge(graphdef, params)
+        return step.layers_step(kernels, model, lanes, token, position, state)[0]
+
+    specs = (parameter_specs(params, config), P(), P(), states)
+    run = jax.shard_map(
+        layers, mesh=make_mesh(lane=devices), in_specs=specs, out_specs=P(LANE), check_vma=False
+    )
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    [whole] = jax.make_jaxpr(run)(params, number, number, state).jaxpr.eqns
+    equations = whole.params["jaxpr"].eqns
+    readers = Counter(v for e in equations for v in e.invars if not hasattr(v, "val"))
+    depth = {}  # of an array, kernels launched up to the one it came from
+    sums, launched, alone = {}, 0, []
+    between = {}
+    for e in equations:
+        came = [v for v in e.invars if not hasattr(v, "val")]
+        launched += e.primitive.name == "pallas_call"
+        needed = set().union(*(sums.get(v, set()) for v in came))
+        if e.primitive.name == "pallas_call":
+            for number in needed - between.keys():
+                between[number] = launched - 1 - number[1]
+            needed = set()
+        elif e.primitive.name == "psum":
+            made = max(depth[v] for v in came)
+            needed = {(len(alone), made)}
+            alone.append(all(readers[v] == 1 for v in came))
+        for v in e.outvars:
+            sums[v] = needed
+            kernel = e.primitive.name == "pallas_call"
+            depth[v] = launched if kernel else max((depth.get(w, 0) for w in came), default=0)
+    return [between[number] for number in sorted(between)], alone
+
+
+@pytest.mark.parametrize(("launches", "beside"), [("fused", 9), ("layer", 1)])
+def test_delayed_sums_may_run_beside_kernels(quick, launches, beside):
+    """By what depends on what: δ layers of launches for every sum of the layers that are heard; none
+    where a sum is waited for."""
+    between, alone = under_way(quick, 8, launches)
+    assert between == [beside] * 4
+    assert all(alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("launches", "beside"), [("fused", 9), ("layer", 1)])
+def test_sums_beside_kernels_with_other_rules(quick, launches, beside):
+    assert under_way(quick, 2, launches)[0] == [beside] * 4  # with four lanes a device
+    assert under_way(quick, 8, launches, use_early_comm=True)[0] == [0] * 4
 
 
 @pytest.mark.parametrize(
