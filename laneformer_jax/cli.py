@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import importlib
 import os
 import re
@@ -13,12 +12,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import laneformer_jax
-from laneformer_jax.errors import UserError, nearest
+from laneformer_jax.errors import UserError, nearest, refusal
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
-_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # of writes, which name no file
 
 _plain_format = warnings.formatwarning
 
@@ -114,19 +112,11 @@ def _main(argv: Sequence[str] | None) -> int:
         # Python flushes stdout once more at exit; give it somewhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
-    except OSError as error:
-        if error.filename is not None:
-            return _fail(f"{error.filename}: {error.strerror}")
-        if error.errno not in _DISK_ERRORS:
-            raise
-        return _fail(f"{error.strerror}; nothing half-written is left")
-    except ValueError as error:
-        # How tensorstore, under orbax, tells of what the system refused.
-        refused = re.search(r"os_error_code='(\d+)'", str(error))
+    except (OSError, ValueError) as error:
+        refused = refusal(error)
         if refused is None:
             raise
-        file = re.search(r'"([^"]+)"', str(error))
-        return _fail(f"{file[1] if file else 'checkpoint'}: {os.strerror(int(refused[1]))}")
+        return _fail(refused)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED

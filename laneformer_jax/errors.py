@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import errno
+import os
+import re
 import warnings
 from collections.abc import Iterable
 
 # Of 1. Other libraries' names stay below: `rms_norm_eps` is 0.80 like `norm_eps`, `sep_token_id` 0.83 like
 # `pad_token_id`; a letter too many, too few or swapped is above.
 _MISSPELT = 0.86
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # of writes, which name no file
 
 
 class UserError(ValueError):
@@ -16,6 +20,23 @@ class UserError(ValueError):
 
     The command line prints `error: <message>` and exits with 2, without a traceback.
     """
+
+
+def refusal(error: BaseException) -> str | None:
+    """What the system refused, a write to a full disk say, in one line; None for errors of ours."""
+    if isinstance(error, OSError):
+        if error.filename is not None:
+            return f"{error.filename}: {error.strerror}"
+        if error.errno in _DISK_ERRORS:
+            return f"{error.strerror}; nothing half-written is left"
+    # How tensorstore, under orbax, tells of it.
+    code = (
+        re.search(r"os_error_code='(\d+)'", str(error)) if isinstance(error, ValueError) else None
+    )
+    if code is None:
+        return None
+    file = re.search(r'"([^"]+)"', str(error))
+    return f"{file[1] if file else 'checkpoint'}: {os.strerror(int(code[1]))}"
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:

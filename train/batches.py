@@ -93,14 +93,14 @@ class Feed:
         if self._processes.count == 1:
             batch = next(self._iterator, None)
         else:
-            with self._processes.agreed("batches"):
+            with self._processes.agreed("batches") as told:
                 batch = next(self._iterator, None)
-            some = batch is not None and bool((batch["segment_ids"] > 0).any())
-            told = self._processes.exchange([some, self._asked.signum], "batches")
-            signum = largest([asked for _, asked in told])
+                some = batch is not None and bool((batch["segment_ids"] > 0).any())
+                told.mine = [some, self._asked.signum]
+            signum = largest([asked for _, asked in told.all])
             if signum is not None:
                 return signum
-            if not any(some for some, _ in told):
+            if not any(some for some, _ in told.all):
                 return None
         return None if batch is None else (batch, _copied(self._iterator.get_state()))
 

@@ -81,8 +81,7 @@ def run(args: argparse.Namespace) -> int:
 
     from train.loop import train
 
-    with processes.leaving_on_errors():
-        result = train(config, args.out, args.resume, args.restart_data, args.profile)
+    result = train(config, args.out, args.resume, args.restart_data, args.profile)
     if result.exit_code == 0 and first:
         shown = "" if result.loss is None else f", loss {result.loss:.4f}"
         if result.eval_loss is not None:

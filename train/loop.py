@@ -28,7 +28,7 @@ from train.benchmarks import Benchmarks
 from train.clock import Clock, memory
 from train.config import RunConfig
 from train.metrics import MetricsWriter, Unwritten
-from train.processes import Processes, largest
+from train.processes import Processes, largest, leaving_on_errors
 from train.profile import Profile
 from train.setup import Setup, prepare
 from train.signals import StopRequest, stop_on_signals
@@ -81,20 +81,24 @@ def train(
 
     Raises:
         UserError: what the config names cannot be had, `resume` does not fit what is in `out`, or
-            another process is training there.
+            another process is training there. Of several processes, all end when one has any other
+            error (`train.processes.leaving_on_errors`).
     """
     out, processes = Path(out), Processes()
     new = processes.first and not out.exists()
     with stop_on_signals() as asked, ExitStack() as stack:
         try:
-            with processes.agreed():
-                if processes.first:
-                    out.mkdir(parents=True, exist_ok=True)
-                    stack.enter_context(_claimed(out))
-            with processes.agreed():
-                if not out.is_dir():
-                    raise UserError(f"{out}: not seen by all processes; name a shared folder")
-            return _train(config, out, resume, restart_data, profile, processes, asked)
+            with leaving_on_errors():
+                with processes.agreed():
+                    if processes.first:
+                        out.mkdir(parents=True, exist_ok=True)
+                        stack.enter_context(_claimed(out))
+                with processes.agreed():
+                    if not out.is_dir():
+                        raise UserError(f"{out}: not seen by all processes; name a shared folder")
+                loop = _loop(config, out, resume, restart_data, profile, processes, asked)
+                stack.callback(loop.close)
+                return loop.run()
         finally:
             stack.close()
             if new and out.exists() and not any(out.iterdir()):  # nothing began
@@ -110,7 +114,7 @@ def _claimed(out: Path) -> Iterator[None]:
         raise UserError(f"{out}: another process is training in this folder") from None
 
 
-def _train(
+def _loop(
     config: RunConfig,
     out: Path,
     resume: Resume,
@@ -118,7 +122,7 @@ def _train(
     profile: bool,
     processes: Processes,
     asked: StopRequest,
-) -> Result:
+) -> _Loop:
     checkpoints = TrainingCheckpoints(
         out / native.CHECKPOINTS, config.checkpoint.keep, config.checkpoint.keep_every
     )
@@ -129,11 +133,7 @@ def _train(
         with atomic_file(out / CONFIG) as file:
             file.write(settings.to_yaml(config))
     tracer = Profile(out / PROFILE if profile and processes.first else None)
-    loop = _Loop(config, out, setup, checkpoints, processes, asked, tracer)
-    try:
-        return loop.run()
-    finally:
-        loop.close()
+    return _Loop(config, out, setup, checkpoints, processes, asked, tracer)
 
 
 def _check_resume(out: Path, steps: list[int], resume: Resume) -> None:
@@ -314,11 +314,14 @@ class _Loop:
         total = of_average = weight = 0.0
         with self._clock.paused(), self._setup.eval_batches() as batches:
             while True:
-                with self._processes.agreed():
+                with self._processes.agreed() as told:
                     batch = next(batches, None)
+                    told.mine = self._asked.signum
                 if batch is None:
                     break
-                if self._stop_agreed():
+                if self._processes.count > 1:
+                    self._stop.signum = largest(told.all)
+                if self._stop:
                     return
                 placed = place(batch, self._setup.plan.batch_sharding())
                 sums = jax.device_get(self._setup.eval_step(self._state.params, placed))
@@ -335,11 +338,6 @@ class _Loop:
         if average is not None:
             record["eval_loss_ema"] = of_average / weight if weight else 0.0
         self._metrics.write(record)
-
-    def _stop_agreed(self) -> bool:
-        if self._processes.count > 1:
-            self._stop.signum = largest(self._processes.exchange(self._asked.signum))
-        return bool(self._stop)
 
     def _save_due(self) -> bool:
         every = self._config.checkpoint.interval

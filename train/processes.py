@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from laneformer_jax import compat
-from laneformer_jax.errors import UserError
+from laneformer_jax.errors import UserError, refusal
 from laneformer_jax.sharding import LANE
 
 _JAX_NAMES = {"slurm": "slurm", "openmpi": "ompi"}
@@ -27,6 +30,16 @@ _NEEDED = {
 }
 _CONNECT_S = 300
 _AGREE_S = 24 * 3600  # a process that dies is noticed by JAX's heartbeat, long before
+_FAILED, _HEARD = "laneformer/failed/", "laneformer/heard/"
+_WATCH_S, _LEAVE_S = 0.5, 10.0
+
+
+@dataclass
+class Told:
+    """What processes tell each other at the end of a block: JSON-able, theirs in their order."""
+
+    mine: Any = None
+    all: list[Any] = field(default_factory=list)
 
 
 class Processes:
@@ -72,22 +85,25 @@ class Processes:
         return self.exchange(value if self.first else None)[0]
 
     @contextmanager
-    def agreed(self, channel: str = "main") -> Iterator[None]:
+    def agreed(self, channel: str = "main") -> Iterator[Told]:
         """A block that succeeds on every process or, with a UserError, on none.
 
-        Nothing in it may wait for another process.
+        Nothing in it may wait for another process. What it puts into `mine` the others have
+        after it, in one exchange.
         """
         failure: UserError | None = None
+        told = Told()
         try:
-            yield
+            yield told
         except UserError as error:
             failure = error
-        failures = self.exchange(None if failure is None else str(failure), channel)
+        words = self.exchange([None if failure is None else str(failure), told.mine], channel)
         if failure is not None:
             raise failure
-        for index, text in enumerate(failures):
+        for index, (text, _) in enumerate(words):
             if text is not None:
                 raise UserError(f"process {index} of {self.count}: {text}")
+        told.all = [word for _, word in words]
 
 
 def row_share(mesh: Mesh | None) -> tuple[int, int]:
@@ -204,20 +220,80 @@ def _initialize(how: str, **options: Any) -> None:
 
 @contextmanager
 def leaving_on_errors() -> Iterator[None]:
-    """With several processes, an error that only this one has ends it at once.
+    """With several processes, an error that only this one has ends all of them, in a second.
 
-    JAX would wait at exit for the others, which wait for this one. UserErrors are agreed on.
+    Nothing is waited for: the others may be waiting for this one. UserErrors are agreed on. Exit
+    codes are those of the command line, 2 for what the system refused (`errors.refusal`), else 1.
     """
+    if jax.process_count() == 1:
+        yield
+        return
+    failures = _Failures()
     try:
         yield
     except UserError:
         raise
-    except BaseException:
-        if jax.process_count() == 1:
-            raise
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
+    except BaseException as error:
+        failures.leave(error)
+    finally:
+        failures.stop()
+
+
+class _Failures:
+    """Ends this process when another has failed, and the others when this one has."""
+
+    def __init__(self) -> None:
+        self._index, self._count = jax.process_index(), jax.process_count()
+        self._client = compat.coordination_client()
+        self._leaving = threading.Lock()  # who has it leaves, and never gives it back
+        self._stopped = threading.Event()
+        threading.Thread(target=self._watch, name="failures", daemon=True).start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def leave(self, error: BaseException) -> NoReturn:
+        """Tell all processes of an error of this one, and end it."""
+        self._leaving.acquire()
+        refused = refusal(error)
+        if refused is None:
+            traceback.print_exception(error)
+        else:
+            _tell(refused)
+        text = refused or f"{type(error).__name__}: {error}"
+        code = 1 if refused is None else 2
+        with suppress(jax.errors.JaxRuntimeError):  # process 0, which keeps these words, has gone
+            self._client.key_value_set(f"{_FAILED}{self._index}", json.dumps([code, text]))
+        self._exit(code)
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(_WATCH_S):
+            try:
+                found = self._client.key_value_dir_get(_FAILED)
+            except jax.errors.JaxRuntimeError:
+                return
+            if found:
+                self._leaving.acquire()
+                key, value = found[0]
+                code, text = json.loads(value)
+                _tell(f"process {key.rsplit('/', 1)[1]} of {self._count}: {text}")
+                self._exit(code)
+
+    def _exit(self, code: int) -> NoReturn:
+        # Process 0 serves the others: it stays until they know, and are gone.
+        until = time.monotonic() + _LEAVE_S
+        with suppress(jax.errors.JaxRuntimeError):
+            self._client.key_value_set(f"{_HEARD}{self._index}", "")
+            while time.monotonic() < until:
+                if len(self._client.key_value_dir_get(_HEARD)) == self._count:
+                    break
+                time.sleep(0.1)
+        time.sleep(1.0 if self._index == 0 else 0)
+        os._exit(code)
+
+
+def _tell(text: str) -> None:
+    print(f"error: {' '.join(text.split())}", file=sys.stderr, flush=True)
 
 
 def largest(values: Sequence[int | None]) -> int | None:

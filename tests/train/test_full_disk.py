@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -22,14 +21,6 @@ data: {{sources: {{a: {{kind: text, path: {folder}/texts}}}}}}
 train: {{steps: 90, batch_size: 2, seq_len: 16}}
 checkpoint: {{interval: 30}}
 """
-NAMESPACE = ["unshare", "--map-root-user", "--mount"]
-
-
-def can_mount() -> bool:
-    if shutil.which("unshare") is None:
-        return False
-    command = [*NAMESPACE, "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
-    return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 def untimed(records: list[dict]) -> list[dict]:
@@ -37,15 +28,12 @@ def untimed(records: list[dict]) -> list[dict]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not can_mount(), reason="needs unshare, and a kernel that lets it mount a tmpfs"
-)
-def test_a_full_and_a_read_only_disk(corpus, tmp_path):
+def test_a_full_and_a_read_only_disk(corpus, own_mounts, tmp_path):
     config, disk = tmp_path / "c.yaml", tmp_path / "disk"
     config.write_text(CONFIG.format(folder=corpus))
     disk.mkdir()
     done = subprocess.run(
-        [*NAMESPACE, sys.executable, str(HERE / "full_disk.py"), str(config), str(disk)],
+        [*own_mounts, sys.executable, str(HERE / "full_disk.py"), str(config), str(disk)],
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
         cwd=HERE.parents[1],
         capture_output=True,

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,39 +17,41 @@ import pytest
 
 from laneformer_jax import settings
 from laneformer_jax.checkpoint import native
+from laneformer_jax.checkpoint.training import TrainingCheckpoints
 from laneformer_jax.errors import UserError
 from laneformer_jax.sharding import make_mesh
 from train import processes
 from train.config import RunConfig
 from train.loop import train
 from train.metrics import read_jsonl
+from train.step import Plan
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIG = """
-model:
-  preset: tiny
-  overrides: {{vocab_size: 320, hidden_size: 16, intermediate_size: 16, num_hidden_layers: 2,
-               sliding_window: 8, swa_layers: [0], max_position_embeddings: 32}}
-tokenizer: {folder}/tokenizer.model
-data:
-  num_shards: 2
-  sources:
-    a: {{kind: text, path: {folder}/texts, heldout: 0.2}}
-    b: {{kind: jsonl, path: {folder}/rows.jsonl, weight: 0.5}}
-train: {{steps: {steps}, batch_size: 8, seq_len: 16}}
-schedule: {{warmup_steps: 3, decay_steps: 5}}
-checkpoint: {{interval: 5}}
-eval: {{interval: 6, batches: 2}}
-mesh: {{data: 2, fsdp: 2, lane: 2}}
-"""
+SETTINGS = (
+    "data.num_shards=2",
+    "train.batch_size=8",
+    "eval.interval=6",
+    "mesh={data: 2, fsdp: 2, lane: 2}",
+)
 TIMEOUT_S = 600
 COUNT = 2
+EMPTY: Mapping[int, list[str]] = {}
 
 
 class Run:
-    """Two processes of four virtual devices that train into `out`."""
+    """Two processes of four virtual devices that train into `out`.
 
-    def __init__(self, corpus: Path, out: Path, steps: int, **own: list[str]):
+    own, within: by process, more settings, and the beginning of the command that starts it.
+    """
+
+    def __init__(
+        self,
+        corpus: Path,
+        out: Path,
+        steps: int,
+        own: Mapping[int, list[str]] = EMPTY,
+        within: Mapping[int, list[str]] = EMPTY,
+    ):
         self.metrics, self._out = out / "metrics.jsonl", out
         self._earlier = self._inode()
         with socket.socket() as free:
@@ -60,7 +63,7 @@ class Run:
             "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
         }
         command = [sys.executable, "-m", "laneformer_jax", "train", "--out", str(out)]
-        command += ["--config", str(write_config(corpus, out, steps))]
+        command += ["--config", str(corpus / "run.yaml"), f"train.steps={steps}", *SETTINGS]
         command += ["--coordinator", f"127.0.0.1:{port}", "--num-processes", str(COUNT)]
         self._logs, self.processes = [], []
         for i in range(COUNT):
@@ -68,7 +71,7 @@ class Run:
             with open(self._logs[-1], "w") as log:
                 self.processes.append(
                     subprocess.Popen(
-                        [*command, "--process-id", str(i), *own.get(f"of{i}", [])],
+                        [*within.get(i, []), *command, "--process-id", str(i), *own.get(i, [])],
                         env={**os.environ, **env},
                         cwd=ROOT,
                         stdout=log,
@@ -104,14 +107,9 @@ class Run:
         return self.metrics.stat().st_ino if self.metrics.exists() else None
 
 
-def write_config(corpus: Path, out: Path, steps: int) -> Path:
-    config = out.parent / f"{steps}.yaml"
-    config.write_text(CONFIG.format(folder=corpus, steps=steps))
-    return config
-
-
 def in_one_process(corpus: Path, out: Path, steps: int, *overrides: str) -> None:
-    config = settings.load(RunConfig, write_config(corpus, out, steps), overrides)
+    overrides = (f"train.steps={steps}", *SETTINGS, *overrides)
+    config = settings.load(RunConfig, corpus / "run.yaml", overrides)
     assert train(config, out).exit_code == 0
 
 
@@ -155,11 +153,66 @@ def test_two_processes_a_signal_to_one_and_on_with_one(corpus, tmp_path):
 
 def test_what_one_process_lacks_ends_all(corpus, tmp_path):
     out = tmp_path / "out"
-    run = Run(corpus, out, 8, of1=["tokenizer=missing/tokenizer.model"])
+    run = Run(corpus, out, 8, own={1: ["tokenizer=missing/tokenizer.model"]})
     assert run.end() == [2, 2]
     assert "error: tokenizer: missing/tokenizer.model is no file" in run.output(1)
     assert "error: process 1 of 2: tokenizer: missing" in run.output(0)
     assert not out.exists()
+
+
+READ_ONLY = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"'
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_disk_that_only_one_process_cannot_write_ends_all(broken, corpus, own_mounts, tmp_path):
+    """One line each, at once, and the same command goes on when it can."""
+    out = tmp_path / "out"
+    folder = out / "checkpoints"
+    folder.mkdir(parents=True)
+    within = {broken: [*own_mounts, "sh", "-c", READ_ONLY, str(folder)]}
+    run = Run(corpus, out, 12, within=within)
+    assert run.end() == [2, 2], run.output(0) + run.output(1)
+    for i in range(COUNT):
+        said = run.output(i)
+        [error] = [line for line in said.splitlines() if line.startswith("error: ")]
+        assert "Read-only file system" in error
+        assert error.startswith(f"error: process {broken} of 2: ") == (i != broken)
+        assert "Traceback" not in said
+    assert native.candidates(out) == []
+    run = Run(corpus, out, 12)
+    assert run.end() == [0, 0], run.output(0)
+    assert sorted(p.name for p in folder.iterdir()) == ["10", "12"]
+
+
+def test_what_two_processes_saved_is_restored_by_one_bit_for_bit(tmp_path):
+    """Parameters and optimizer state, onto one device and onto a mesh of another form."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    script = Path(__file__).with_name("save_in_two.py")
+    command = [sys.executable, str(script), str(tmp_path), str(port)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    savers = [subprocess.Popen([*command, str(i)], env=env) for i in range(COUNT)]
+    assert [saver.wait(TIMEOUT_S) for saver in savers] == [0, 0]
+    config = native.read_config(tmp_path / "1")
+    parts = [np.load(tmp_path / f"parts-{i}.npz") for i in range(COUNT)]
+    for mesh in (None, make_mesh(1, 2, fsdp=4)):
+        plan = Plan(config, mesh)
+        shapes = plan.abstract_params()
+        restored = TrainingCheckpoints(tmp_path).restore(tmp_path / "1", shapes, {"mean": shapes})
+        compared = [0] * COUNT
+        for i, part in enumerate(parts):
+            for name, saved in part.items():
+                item, path, *place = name.split("|")
+                whole = restored.params if item == "params" else restored.optimizer["mean"]
+                index = tuple(slice(*map(int, side.split(":"))) for side in place)
+                np.testing.assert_array_equal(np.asarray(whole[path])[index], saved, err_msg=name)
+                compared[i] += saved.size
+        # Each had half of the rows' devices, and between them every element of both items.
+        size = sum(x.size for x in restored.params.values())
+        assert sum(compared) >= 2 * size
+        assert min(compared) > 0
 
 
 @pytest.mark.slow

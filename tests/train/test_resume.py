@@ -17,21 +17,6 @@ from train.clock import TIMED
 from train.metrics import read_jsonl
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIG = """
-model:
-  preset: tiny
-  overrides: {{vocab_size: 320, hidden_size: 16, intermediate_size: 16, num_hidden_layers: 2,
-               sliding_window: 8, swa_layers: [0], max_position_embeddings: 32}}
-tokenizer: {folder}/tokenizer.model
-data:
-  sources:
-    a: {{kind: text, path: {folder}/texts, heldout: 0.2}}
-    b: {{kind: jsonl, path: {folder}/rows.jsonl, weight: 0.5}}
-train: {{steps: {steps}, batch_size: 4, seq_len: 16}}
-schedule: {{warmup_steps: 3, decay_steps: 5}}
-checkpoint: {{interval: 5}}
-eval: {{interval: 7, batches: 2}}
-"""
 TIMEOUT_S = 600
 
 
@@ -39,16 +24,15 @@ class Run:
     """One process that trains into `out`; its output goes to a file, which no kill can close."""
 
     def __init__(self, corpus: Path, out: Path, steps: int, env: dict[str, str] | None = None):
-        config = out.parent / f"{steps}.yaml"
-        config.write_text(CONFIG.format(folder=corpus, steps=steps))
         self.metrics = out / "metrics.jsonl"
         self._log = out.with_name(f"{out.name}-{time.time_ns()}.log")
         self._earlier = self._inode()
-        command = [sys.executable, "-m", "laneformer_jax", "train", "--config", str(config)]
+        command = [sys.executable, "-m", "laneformer_jax", "train", "--out", str(out)]
+        command += ["--config", str(corpus / "run.yaml"), f"train.steps={steps}"]
         fast = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # to compile
         with open(self._log, "w") as log:
             self.process = subprocess.Popen(
-                [*command, "--out", str(out)],
+                command,
                 env={**os.environ, **fast, **(env or {})},
                 cwd=ROOT,
                 stdout=log,
