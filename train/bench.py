@@ -30,7 +30,7 @@ SHAPE: dict[str, Any] = dict(
     max_position_embeddings=512,
 )
 BATCH, SEQ = 4, 512
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # of malloc.h
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,6 +50,7 @@ def keep_freed_memory() -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_MAX, 0)
         libc.mallopt(_M_TRIM_THRESHOLD, -1)
+        libc.mallopt(_M_ARENA_MAX, 1)  # threads' own arenas ask the system for every large block
 
 
 def run(args: argparse.Namespace) -> int:

@@ -17,6 +17,7 @@ def main() -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(-4, 0)
         libc.mallopt(-1, -1)
+        libc.mallopt(-8, 1)
     import torch
     import transformers
 

@@ -373,12 +373,28 @@ def test_fifty_steps_are_the_same_on_every_mesh():
         )
 
 
+def first_update(mesh, config):
+    """What the first update adds to each parameter."""
+    plan = plan_of(mesh=mesh)
+    params = fresh_state(CONFIG).params
+    optimizer = make_optimizer(config, RATE, params)
+    shardings = state_shardings(plan, optimizer, params)
+    state = init_state(plan, optimizer, jax.device_put(params, shardings.params), 0)
+    step = make_train_step(plan, optimizer, RATE, shardings)
+    state, _ = step(state, jax.device_put(make_batch(), plan.batch_sharding()))
+    return {path: value - params[path] for path, value in jax.device_get(state.params).items()}
+
+
 @pytest.mark.slow
-def test_muons_first_update_is_the_same_on_every_mesh():
-    muon = OptimizerConfig(name="muon")
-    want = losses(None, muon, 2)
-    for mesh in ALL[1:]:
-        np.testing.assert_allclose(losses(mesh, muon, 2), want, rtol=1e-5, err_msg=mesh)
+@pytest.mark.parametrize("mesh", ALL[1:], ids=str)
+def test_muons_first_update_is_the_same_on_every_mesh(mesh):
+    muon = OptimizerConfig(name="muon", eps=1.0)
+    want = first_update(None, muon)
+    matrix = want["layers.0.attention.wq.weight"]
+    assert (
+        np.abs(matrix).max() > 0.5 * 0.1 * 0.2
+    )  # about learning rate times an AdamW update's size
+    assert_close(first_update(mesh, muon), want, 1e-5)
 
 
 def test_a_state_saved_on_one_mesh_goes_on_on_another(tmp_path):
