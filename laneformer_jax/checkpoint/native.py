@@ -331,22 +331,32 @@ def read_group(path: str | Path, group: str, target: Mapping[str, Any]) -> dict[
     Raises:
         UserError: the group is missing or lacks a tensor, or one has another shape; names all of them.
     """
-    import orbax.checkpoint as ocp
-
     folder = Path(path).resolve() / group
     wanted = {p: t for p, t in target.items() if group_of(p) == group}
+    if all(isinstance(t.sharding, SingleDeviceSharding) for t in wanted.values()):
+        from laneformer_jax.checkpoint import arrays
+
+        stores = arrays.opened(folder)
+        if stores is not None:
+            _check_fit(folder, stores, wanted)
+            return arrays.read(stores, wanted)
+    import orbax.checkpoint as ocp
+
     with ocp.StandardCheckpointer() as checkpointer:
-        stored = _tree(checkpointer, folder)
-        wrong = [f"{p} is missing" for p in wanted if p not in stored]
-        wrong += [f"unexpected {p}" for p in stored if p not in wanted]
-        wrong += [
-            f"{p} is {list(stored[p].shape)}, must be {list(t.shape)}"
-            for p, t in wanted.items()
-            if p in stored and tuple(stored[p].shape) != tuple(t.shape)
-        ]
-        if wrong:
-            raise UserError(f"{folder}: does not fit the config: {'; '.join(wrong)}")
+        _check_fit(folder, _tree(checkpointer, folder), wanted)
         return dict(checkpointer.restore(folder, wanted))
+
+
+def _check_fit(folder: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    wrong = [f"{p} is missing" for p in wanted if p not in stored]
+    wrong += [f"unexpected {p}" for p in stored if p not in wanted]
+    wrong += [
+        f"{p} is {list(stored[p].shape)}, must be {list(t.shape)}"
+        for p, t in wanted.items()
+        if p in stored and tuple(stored[p].shape) != tuple(t.shape)
+    ]
+    if wrong:
+        raise UserError(f"{folder}: does not fit the config: {'; '.join(wrong)}")
 
 
 def check_average(path: str | Path) -> None:
