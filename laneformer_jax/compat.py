@@ -16,6 +16,15 @@ DELAYED_SUMS: dict[str, str | int] = {
     "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
 }
 
+# For training on CPUs: products by oneDNN where jaxlib has it (0.12), by Eigen elsewhere. YNNPACK, XLA's
+# choice, takes longer over the shapes of lanes; it is left the reductions, where XLA's own code is ten times
+# slower.
+CPU_PRODUCTS: dict[str, str | bool] = {
+    "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE",
+    "xla_cpu_use_onednn": True,
+    "xla_cpu_experimental_onednn_custom_call": True,
+}
+
 
 def coordination_client() -> Any:
     """The client of the service that joins the processes of `jax.distributed`; JAX exports none."""

@@ -1,8 +1,9 @@
 """What a run would take, from shapes alone: memory, FLOPs, a bound on speed, days to the token budget.
 
-The step is traced and compiled for a mesh of the asked size without one array being made. State is
-exact; what lives during a step is a formula, and says so: the CPU compiler's own figure is of no use,
-since it undoes remat.
+The step is traced and compiled for a mesh of the asked size without one array being made: for that GPU
+where XLA's CUDA compiler is installed (extra `cuda13`), which then tells what a step takes beside its
+state. Elsewhere that is a formula, and says so: the CPU compiler's own figure is of no use, since it
+undoes remat.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from laneformer_jax.errors import UserError
 from laneformer_jax.hardware import Device
 from laneformer_jax.loss import LOGIT_BYTES
 from laneformer_jax.sharding import DATA, FSDP, LANE, ROWS, check_mesh, make_mesh
+from laneformer_jax.topology import absent_mesh, target_config
 from train.config import MeshConfig, RunConfig
 from train.optimizer import make_optimizer, schedule
 from train.step import Plan, TrainState, make_train_step, state_shardings
@@ -37,6 +39,8 @@ class Report:
         accumulate: microbatches of an update.
         state: bytes of parameters, gradients and optimizer state; exact.
         step: bytes that live during an update beside the state, by what they are; estimates.
+        temporary: bytes that XLA's CUDA compiler sets aside for all of an update but parameters and
+            optimizer state, gradients among them; None where it is not installed.
         flops_per_token: of forward and backward; nothing that is computed twice.
         tokens_per_step: of one update, over all devices.
         seconds: lower bounds of one update, by what would take them if all else were free.
@@ -50,6 +54,7 @@ class Report:
     device: Device
     state: Mapping[str, int]
     step: Mapping[str, int]
+    temporary: int | None
     flops_per_token: float
     tokens_per_step: int
     seconds: Mapping[str, float]
@@ -59,6 +64,8 @@ class Report:
 
     @property
     def bytes(self) -> int:
+        if self.temporary is not None:
+            return self.state["parameters"] + self.state["optimizer"] + self.temporary
         return sum(self.state.values()) + sum(self.step.values())
 
 
@@ -76,8 +83,28 @@ def choose_mesh(mesh: MeshConfig, devices: int) -> MeshConfig:
     return MeshConfig(devices // copy, mesh.fsdp, mesh.lane)
 
 
-def dry_run(config: RunConfig, devices: int, device: Device) -> Report:
-    """What `config` would take on so many devices. JAX must have as many, virtual ones will do.
+class Compiled(NamedTuple):
+    """The update of a run, compiled from shapes.
+
+    Attributes:
+        config: the run, its mesh and microbatches those of the asked devices.
+        state: shapes and places.
+        executable: JAX's; for a GPU that is not here it can be looked at, not called.
+        for_device: whether it is for the asked device, and not for this CPU.
+        seconds: of tracing and compiling, here.
+    """
+
+    config: RunConfig
+    plan: Plan
+    state: TrainState[jax.ShapeDtypeStruct]
+    executable: jax.stages.Compiled
+    for_device: bool
+    seconds: float
+
+
+def compile_step(config: RunConfig, devices: int, device: Device) -> Compiled:
+    """The update of `config` on so many devices. JAX must have as many, virtual ones will do; none where
+    XLA's CUDA compiler knows the device.
 
     On fewer than its mesh has, as many more microbatches keep the rows of a device as they are.
 
@@ -99,10 +126,14 @@ def dry_run(config: RunConfig, devices: int, device: Device) -> Report:
         )
     sizes = replace(sizes, accumulate=accumulate)
     config = replace(config, train=sizes, mesh=sides)
-    mesh = make_mesh(sides.data, sides.lane, fsdp=sides.fsdp)
+    target = target_config(device)
+    if target is None:
+        mesh = make_mesh(sides.data, sides.lane, fsdp=sides.fsdp)
+    else:
+        mesh = absent_mesh(target, (sides.data, sides.fsdp, sides.lane))
     check_mesh(mesh, model)
     # Compiled without offload, which the CPU cannot lower; the estimate knows of it.
-    remat = "layer" if sizes.remat == "offload" else sizes.remat
+    remat = "layer" if sizes.remat == "offload" and target is None else sizes.remat
     z_loss = config.optimizer.z_loss
     plan = Plan(model, mesh, sizes.compute_dtype, remat, sizes.accumulate, z_loss)
     params = plan.abstract_params()
@@ -131,25 +162,43 @@ def dry_run(config: RunConfig, devices: int, device: Device) -> Report:
     }
     began = time.perf_counter()
     step = make_train_step(plan, optimizer, rate, shardings)
-    step.lower(state, batch).compile()  # type: ignore[attr-defined]
-    compile_s = time.perf_counter() - began
+    lowered = step.lower(state, batch)  # type: ignore[attr-defined]
+    # Nothing can be tried out on a GPU that is not here.
+    executable = lowered.compile(None if target is None else {"xla_gpu_autotune_level": 0})
+    seconds = time.perf_counter() - began
+    return Compiled(config, plan, state, executable, target is not None, seconds)
 
-    held = _bytes(params)
-    flops = costs.training_flops(model, sizes.seq_len)
+
+def dry_run(config: RunConfig, devices: int, device: Device) -> Report:
+    """What `config` would take on so many devices; devices and errors as in `compile_step`."""
+    compiled = compile_step(config, devices, device)
+    config, plan, params = compiled.config, compiled.plan, compiled.state.params
+    sizes, sides, temporary = config.train, config.mesh, None
+    if compiled.for_device:
+        memory = compiled.executable.memory_analysis()
+        assert memory is not None
+        temporary = memory.temp_size_in_bytes
+    held, tokens = _bytes(params), sizes.batch_size * sizes.seq_len
+    flops = costs.training_flops(plan.config, sizes.seq_len)
     seconds = _bounds(config, plan, params, device, flops * tokens)
     longest = max(seconds.values())
     return Report(
         mesh=(sides.data, sides.fsdp, sides.lane),
         accumulate=sizes.accumulate,
         device=device,
-        state={"parameters": held, "gradients": held, "optimizer": _bytes(state.opt_state)},
+        state={
+            "parameters": held,
+            "gradients": held,
+            "optimizer": _bytes(compiled.state.opt_state),
+        },
         step=_live(config, plan, params),
+        temporary=temporary,
         flops_per_token=flops,
         tokens_per_step=tokens,
         seconds=seconds,
         mfu_bound=flops * tokens / (devices * device.bf16_flops * longest),
         days=longest * sizes.steps / 86400,
-        compile_s=compile_s,
+        compile_s=compiled.seconds,
     )
 
 
@@ -247,9 +296,16 @@ def text(report: Report) -> str:
         lines.append(f"  {name:<38} {value / _GB:9.3f} GB")
     for name, value in report.step.items():
         lines.append(f"  {name:<38} {value / _GB:9.3f} GB  (estimate)")
+    source = "estimate"
+    if report.temporary is not None:
+        source = "compiled"
+        lines.append(
+            f"  {'gradients and all of the step':<38} {report.temporary / _GB:9.3f} GB  (compiled for"
+            f" {report.device.name})"
+        )
     fits = "fits" if free >= 0 else "does not fit"
     lines += [
-        f"  {'all':<38} {report.bytes / _GB:9.3f} GB  (estimate; {fits} in"
+        f"  {'all':<38} {report.bytes / _GB:9.3f} GB  ({source}; {fits} in"
         f" {report.device.memory / _GB:.0f} GB)",
         f"FLOPs per token         {report.flops_per_token:.4g}",
         f"tokens per step         {report.tokens_per_step:,} in {report.accumulate} microbatches",

@@ -17,6 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+from laneformer_jax import compat
 from laneformer_jax.checkpoint.hf import abstract_model
 from laneformer_jax.checkpoint.native import abstract_params, grouped, model_of
 from laneformer_jax.config import LaneformerConfig
@@ -301,7 +302,25 @@ def make_train_step(
         }
         return TrainState(params, opt_state, state.step + 1, state.rng), metrics
 
-    return jax.jit(update, donate_argnums=0, out_shardings=(shardings, plan.sharding(P())))
+    return jax.jit(
+        update,
+        donate_argnums=0,
+        out_shardings=(shardings, plan.sharding(P())),
+        compiler_options=_compiler_options(plan),
+    )
+
+
+_JOIN_SUMS_UP_TO = 2**20  # bytes; norms' sums travel together, streams' each when it is ready
+
+
+def _compiler_options(plan: Plan) -> dict[str, Any] | None:
+    device = jax.local_devices()[0] if plan.mesh is None else plan.mesh.devices.flat[0]
+    if device.platform == "cpu":
+        return dict(compat.CPU_PRODUCTS)
+    if plan.mesh is None or plan.mesh.shape[LANE] == 1:
+        return None
+    joined = {"xla_gpu_all_reduce_combine_threshold_bytes": _JOIN_SUMS_UP_TO}
+    return {**compat.DELAYED_SUMS, **joined}
 
 
 def layer_metrics(grads: Params, drift_N: jax.Array) -> Metrics:
@@ -330,7 +349,7 @@ def make_eval_step(plan: Plan) -> Callable[[Params, Batch], tuple[jax.Array, jax
             partial(local, specs=specs), mesh=plan.mesh, in_specs=(specs, P(ROWS)), out_specs=P()
         )(params, batch)
 
-    return jax.jit(evaluate)
+    return jax.jit(evaluate, compiler_options=_compiler_options(plan))
 
 
 _WRITES_RESIDUAL = ("attention.wo.weight", "feed_forward.w2.weight")

@@ -1,5 +1,7 @@
 """A dry run: exact where it says so, and refused by name where a run would be."""
 
+import dataclasses
+
 import pytest
 
 from laneformer_jax import costs, settings
@@ -26,6 +28,11 @@ def load(*overrides: str) -> RunConfig:
     return settings.load(RunConfig, None, [*BASE, *overrides])
 
 
+@pytest.fixture(autouse=True)
+def no_cuda_compiler(monkeypatch):
+    monkeypatch.setattr("train.dry_run.target_config", lambda device: None)
+
+
 def test_figures_of_a_small_run():
     config, device = load(), find_device("h200")
     assert config.model is not None
@@ -47,6 +54,12 @@ def test_figures_of_a_small_run():
     shown = text(report)
     assert "data 1 × fsdp 8 × lane 1, H200" in shown
     assert shown.count("(estimate") == len(report.step) + 1
+    assert report.bytes == sum(report.state.values()) + sum(report.step.values())
+    # What XLA tells for the device itself takes the place of the estimates, and of the gradients.
+    compiled = dataclasses.replace(report, temporary=5 * 10**9)
+    assert compiled.bytes == report.bytes - sum(report.step.values()) - held + 5 * 10**9
+    assert "all                                        5.0" in text(compiled)
+    assert "GB  (compiled; fits in 141 GB)" in text(compiled)
 
 
 def test_the_mesh_must_fit_the_devices():
