@@ -1,4 +1,4 @@
-"""The count of launches reads XLA's list rightly, and the engine's loop over eight GPUs is what it should be."""
+"""How XLA's list of launches is read, and what it says of the engine's loop over eight H200s."""
 
 import importlib.util
 from pathlib import Path
