@@ -53,7 +53,7 @@ def mesh_of(gpus: int) -> Mesh:
         platform="cuda", target_config=target, topology=f"1x1x{gpus}"
     )
     shape = [gpus if name == LANE else 1 for name in AXES]
-    devices = np.array(topology.devices).reshape(shape)
+    devices: Any = np.array(topology.devices).reshape(shape)
     return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
@@ -72,7 +72,7 @@ def compile_step(config: LaneformerConfig, kernels: str, gpus: int, context: int
             w_VD = model.lm_head.weight[...]
             out, state = step.decode_step(run, model, lanes, w_VD, token, position, state)
             return out.token, state
-        cache = RingCache(*state, position[None])
+        cache = RingCache(state[0], state[1], position[None])
         x_LBSD, cache = xla_step(model, lanes, token[None, None], cache)
         logits_v = model.logits(x_LBSD, lanes)[0, 0]  # of this device's rows
         best, row = jnp.max(logits_v), jnp.argmax(logits_v).astype(jnp.int32)

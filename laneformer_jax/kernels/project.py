@@ -84,10 +84,11 @@ def project(
         extra.append(past.total_D)
 
     def kernel(x_ref: Ref, a_ref: Ref, w_ref: Ref, *rest: Ref) -> None:
-        past_refs, (out_ref, y_ref, *sent) = rest[: len(extra)], rest[len(extra) :]
+        past_ref, total_ref = [*rest[: len(extra)], None, None][:2]
+        out_ref, y_ref, sent_ref = [*rest[len(extra) :], None][:3]
         lane = program(1)
         source = Vector(a_ref, lane)
-        refs = Refs(x_ref, w_ref, out_ref, y_ref, *past_refs, sent=sent[0] if sent else None)
+        refs = Refs(x_ref, w_ref, out_ref, y_ref, past_ref, total_ref, sent_ref)
         tile(b, refs, source, rule.scale, lane, program(0) * rows, rows, blocks.columns)
 
     shape = jax.ShapeDtypeStruct(x_LD.shape, x_LD.dtype)
