@@ -7,6 +7,7 @@ answer after its first burst, and how long the first token took, loading aside.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -83,27 +84,30 @@ def run(args: argparse.Namespace) -> int:
     if args.logprobs is not None and not args.json:
         raise UserError("--logprobs: needs --json")
     prompt = _prompt(args)
-    sampling = options.sampling(args)  # what is wrong with it is told before the model loads
-    began = time.perf_counter()
-    loaded, engine = options.load(args)
+    with options.without_collector():
+        sampling = options.sampling(args)  # what is wrong with it is told before the model loads
+        began = time.perf_counter()
+        loaded, engine = options.load(args)
 
-    from decode.complete import ask, complete
+        from decode.complete import ask, complete
 
-    asked = ask(
-        loaded,
-        engine,
-        prompt,
-        args.max_new_tokens,
-        stop=args.stop,
-        stop_token_ids=args.stop_token,
-        ignore_eos=args.ignore_eos,
-        sampling=sampling,
-        n=args.n,
-        speculate=args.speculate,
-        overflow=args.overflow,
-    )
-    told = _Told(asked, time.perf_counter() - began)
-    steps = complete(engine, loaded.tokenizer, asked)
+        asked = ask(
+            loaded,
+            engine,
+            prompt,
+            args.max_new_tokens,
+            stop=args.stop,
+            stop_token_ids=args.stop_token,
+            ignore_eos=args.ignore_eos,
+            sampling=sampling,
+            n=args.n,
+            speculate=args.speculate,
+            overflow=args.overflow,
+        )
+        told = _Told(asked, time.perf_counter() - began)
+        later = complete(engine, loaded.tokenizer, asked)
+        first = next(later)
+    steps = itertools.chain([first], later)
     if args.json:
         for step in steps:
             told.add(step)

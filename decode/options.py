@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,6 +121,17 @@ def sampling(args: argparse.Namespace) -> Sampling:
         seed=args.seed,
         logprobs=args.logprobs,
     )
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """For loading and tracing: they leave little garbage, and Python's search for it would take a sixth of
+    the time until the first token."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def load(args: argparse.Namespace) -> tuple[Loaded, Engine]:

@@ -8,6 +8,7 @@ answered may finish within --grace seconds, what waits is told.
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import signal
@@ -97,8 +98,10 @@ def run(args: argparse.Namespace) -> int:
 
     from decode.server.app import Limits, Service
 
-    loaded, engine = options.load(args)
-    _warm_up(engine)
+    with options.without_collector():
+        loaded, engine = options.load(args)
+        _warm_up(engine)
+    gc.freeze()  # what is there stays: the search for garbage need not look through it during an answer
     limits = Limits(args.max_queue, args.max_body, args.max_new_tokens, args.max_answers)
     loopback = security.is_loopback(args.host)
     service = Service(

@@ -1,5 +1,6 @@
 """`laneformer generate`: every source of a prompt, every way to tell the answer."""
 
+import gc
 import io
 import json
 import os
@@ -11,7 +12,7 @@ import threading
 import jax
 import pytest
 
-from decode import options, terminal
+from decode import cli, options, terminal
 from decode.request import Sampling
 from laneformer_jax import compile_cache
 from laneformer_jax.cli import build, main
@@ -205,3 +206,14 @@ def test_compiled_programs_are_kept(tmp_path, monkeypatch):
     jax.config.update("jax_compilation_cache_dir", "/elsewhere")
     compile_cache.enable()
     assert jax.config.jax_compilation_cache_dir == "/elsewhere"
+
+
+def test_the_collector_rests_only_until_the_first_token(checkpoint, monkeypatch, capsys):
+    on = []
+    add, load = cli._Told.add, options.load
+    monkeypatch.setattr(options, "load", lambda args: on.append(gc.isenabled()) or load(args))
+    monkeypatch.setattr(cli._Told, "add", lambda *args: on.append(gc.isenabled()) or add(*args))
+    assert main(["generate", str(checkpoint), "--prompt", PROMPT, *OPTIONS]) == 0
+    assert on[:2] == [False, True]
+    assert main(["generate", str(checkpoint / "none"), "--prompt", "a"]) == 2
+    assert gc.isenabled()
