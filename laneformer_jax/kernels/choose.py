@@ -1,9 +1,12 @@
-"""Which kernels a model runs with on a device. Imports no Pallas."""
+"""Which kernels a model runs with on a device. Imports Pallas only where they would run."""
 
 from __future__ import annotations
 
+import importlib
 import sys
 from typing import Any
+
+import jax
 
 from laneformer_jax.config import LaneformerConfig
 from laneformer_jax.errors import UserError, nearest
@@ -62,6 +65,7 @@ def choose(
         reason = (
             f"device {kind}: there are kernels for NVIDIA from compute capability 8.0 and gfx942"
         )
+    reason = reason or _no_backend()
     if kernels == "auto":
         if reason is not None and device.platform == "gpu":
             print(f"kernels: xla, since the fused ones do not support {reason}", file=sys.stderr)
@@ -69,6 +73,15 @@ def choose(
     if reason is not None:
         raise UserError(f"kernels: {kernels!r} cannot run: {reason}")
     return kernels
+
+
+def _no_backend() -> str | None:
+    """Why this JAX cannot launch them, if it cannot."""
+    try:
+        importlib.import_module("laneformer_jax.kernels.backend")
+    except ImportError as error:
+        return f"JAX {jax.__version__}: its Pallas has no Triton lowering ({error})"
+    return None
 
 
 def tuning(kernels: str, device: Any) -> Tuning | None:

@@ -119,7 +119,7 @@ def tune(at: Setup, base: Tuning) -> Tuning:
     Every candidate is compared with float32 before it is timed; one that does not compile is left out.
 
     Raises:
-        UserError: a kernel's result is off.
+        UserError: a kernel's result is off, or none of its candidates compiles.
     """
     from laneformer_jax.kernels.cases import CASES, Prepared, Sizes
 
@@ -132,6 +132,10 @@ def tune(at: Setup, base: Tuning) -> Tuning:
             took = _time(lambda p=prepared, t=tried: p.measure(at.backend, t, at.repeats).seconds)
             if took is not None:
                 times[blocks] = took
+        if not times:
+            raise UserError(
+                f"tune: {name}: no blocks compile on this device, those shipped neither"
+            )
         best = min(times, key=times.__getitem__)
         table = replace(table, **{field: best})
         before = times.get(getattr(base, field), max(times.values()))
@@ -214,6 +218,8 @@ def _whole_tokens(at: Setup, table: Tuning) -> Tuning:
             times[launches], fastest = min(results)
             tables[launches] = table = tried[fastest]
     known: dict[Any, float] = {name: took for name, took in times.items() if took is not None}
+    if not known:
+        raise UserError("tune: no way of launching whole tokens compiles on this device")
     for name, took in known.items():
         print(f"{name:<14} {1e6 * took:9.1f} µs a token", flush=True)
     best = min(known, key=known.__getitem__)

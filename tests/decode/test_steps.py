@@ -1,9 +1,12 @@
 """The engine with kernels gives the tokens and logits that it gives in plain JAX."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from flax import nnx
 
+from decode import loop
 from decode.engine import Engine
 from decode.request import Sampling
 from laneformer_jax import Laneformer
@@ -60,6 +63,17 @@ def test_greedy():
     check(model, "interpret-fused", 14, vocab_size=50)
 
 
+def test_only_lanes_over_gpus_are_compiled_for_sums_under_way():
+    """XLA elsewhere need not know the options; tests/benchmarks/test_aot_h200.py tells what they do."""
+
+    def layout(mesh, platform):
+        return SimpleNamespace(mesh=mesh, first_device=SimpleNamespace(platform=platform))
+
+    assert loop.burst_of(layout(None, "gpu")) is loop.burst
+    assert loop.burst_of(layout("lanes", "cpu")) is loop.burst
+    assert loop.burst_of(layout("lanes", "gpu")) is not loop.burst
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("lanes", [1, 2, 4, 8])
 @pytest.mark.parametrize("kernels", INTERPRETED)
@@ -67,23 +81,54 @@ def test_every_kernel_and_number_of_lanes(kernels, lanes):
     check(build(lanes), kernels, 20)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kernels", INTERPRETED)
-def test_sampling_on_the_device(kernels):
-    """From the logits that the head's kernel keeps."""
-    sampling = Sampling(temperature=0.9, top_p=0.9, repetition_penalty=1.1, seed=5)
-    check(build(), kernels, 20, sampling=sampling)
+DRAWN = dict(temperature=0.9, top_p=0.9, repetition_penalty=1.1, seed=5)
+EVERYTHING = dict(
+    temperature=1.2,
+    top_k=9,
+    min_p=0.02,
+    presence_penalty=0.4,
+    frequency_penalty=0.3,
+    logit_bias={7: 2.0, 9: -3.0},
+    seed=2,
+)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kernels", "devices"), [("interpret-fused", 8), ("interpret-fused", 2), ("interpret-layer", 8)]
+    ("kernels", "sampling"),
+    [(kernels, DRAWN) for kernels in INTERPRETED]
+    + [("interpret-fused", EVERYTHING), ("interpret-fused", dict(repetition_penalty=1.5))],
+)
+def test_sampling_on_the_device(kernels, sampling):
+    """From the logits that the head's kernel keeps; with a penalty its own choice is not the likeliest."""
+    check(build(), kernels, 20, sampling=Sampling(**sampling))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kernels", "devices"),
+    [("interpret-fused", n) for n in (1, 2, 4, 8)] + [("interpret-layer", n) for n in (2, 8)],
 )
 def test_lanes_over_devices(kernels, devices):
     config = build().config
     plain = Laneformer(config, rngs=nnx.Rngs(3))
     model = Laneformer(config, rngs=nnx.Rngs(3), mesh=make_mesh(lane=devices))
     check(model, kernels, 14, plain)
+
+
+@pytest.mark.slow
+def test_sampling_over_devices():
+    config = build().config
+    plain = Laneformer(config, rngs=nnx.Rngs(3))
+    model = Laneformer(config, rngs=nnx.Rngs(3), mesh=make_mesh(lane=8))
+    check(model, "interpret-fused", 14, plain, sampling=Sampling(**DRAWN))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernels", ["interpret-fused", "interpret-token"])
+def test_drafts(kernels):
+    """Steps with a proposal go the plain way, those without one through the kernels, on one cache."""
+    check(build(), kernels, 20, draft=3)
 
 
 @pytest.mark.slow

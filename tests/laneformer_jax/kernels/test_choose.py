@@ -1,5 +1,6 @@
 """Which kernels run where, and what a user hears about it."""
 
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -91,6 +92,18 @@ def test_a_gpu_that_falls_back_says_why_in_one_line(config, gpu, weights, why, c
     with pytest.raises(UserError) as error:
         choose("fused", config, gpu, weights)
     assert why in str(error.value)
+
+
+def test_a_jax_without_the_lowering_says_so_in_one_line(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "laneformer_jax.kernels.backend", None)
+    assert choose("auto", CONFIG, H200) == "xla"
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert "no Triton lowering" in err
+    with pytest.raises(UserError, match="no Triton lowering"):
+        choose("fused", CONFIG, H200)
+    assert choose("auto", CONFIG, CPU) == "xla"
+    assert capsys.readouterr() == ("", "")
 
 
 def test_names():

@@ -67,6 +67,35 @@ def test_blocks_that_do_not_compile_are_left_out_and_a_wrong_result_is_not():
         tune._time(failing(UserError("head: the kernel is off by 2 %")))
 
 
+class Broken(Backend):
+    """Whose launches from the one called `first` on do not compile."""
+
+    first = "norm_qkv"
+
+    def launch(self, kernel, name, *rest, **more):
+        if name == self.first:
+            raise NotImplementedError("too large")
+        return super().launch(kernel, name, *rest, **more)
+
+
+class WithoutFinalNorm(Broken):
+    first = "final_norm"
+
+
+@pytest.mark.parametrize(
+    ("backend", "message"),
+    [
+        (Broken, r"norm_qkv: no blocks compile"),
+        pytest.param(WithoutFinalNorm, "whole tokens", marks=pytest.mark.slow),
+    ],
+)
+def test_a_device_on_which_nothing_compiles_is_one_line(backend, message):
+    few = dict(stages=(1,), rows=(), columns=(), warps=(), splits=(), repeats=1, working_set=0)
+    at = tune.Setup(CONFIG, backend(interpret=True), 2, 20, tokens=1, **few)
+    with pytest.raises(UserError, match=message):
+        tune.tune(at, INTERPRETER)
+
+
 @pytest.mark.slow
 def test_everything_at_a_tiny_size(capsys, tmp_path):
     at = tune.Setup(
