@@ -316,7 +316,8 @@ _JOIN_SUMS_UP_TO = 2**20  # bytes; norms' sums travel together, streams' each wh
 def _compiler_options(plan: Plan) -> dict[str, Any] | None:
     device = jax.local_devices()[0] if plan.mesh is None else plan.mesh.devices.flat[0]
     if device.platform == "cpu":
-        return dict(compat.CPU_PRODUCTS)
+        # In bfloat16 they would take minutes to compile.
+        return dict(compat.CPU_PRODUCTS) if plan.compute_dtype == "float32" else None
     if plan.mesh is None or plan.mesh.shape[LANE] == 1:
         return None
     joined = {"xla_gpu_all_reduce_combine_threshold_bytes": _JOIN_SUMS_UP_TO}
