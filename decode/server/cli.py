@@ -97,6 +97,7 @@ def run(args: argparse.Namespace) -> int:
     began = time.perf_counter()
 
     from decode.server.app import Limits, Service
+    from decode.server.connections import Connection
 
     with options.without_collector():
         loaded, engine = options.load(args)
@@ -124,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
         )
     config = uvicorn.Config(
         service.app(),
-        http="h11",
+        http=Connection,
         ws="none",
         log_config=None,
         access_log=False,

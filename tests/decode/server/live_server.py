@@ -10,6 +10,7 @@ import openai
 import uvicorn
 
 from decode.server.app import Limits, Service
+from decode.server.connections import Connection
 
 
 class Slow:
@@ -74,7 +75,7 @@ def serving(loaded, engine, **options):
     service = Service(loaded, engine, "tiny", **{"limits": Limits(), **options})
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(
-        service.app(), http="h11", ws="none", log_config=None, timeout_graceful_shutdown=5
+        service.app(), http=Connection, ws="none", log_config=None, timeout_graceful_shutdown=5
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([listener],))

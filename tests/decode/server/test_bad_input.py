@@ -2,8 +2,11 @@
 
 import json
 import socket
+import time
 
 import pytest
+
+from decode.server import connections
 
 
 @pytest.fixture(autouse=True)
@@ -240,6 +243,29 @@ def test_what_is_not_http_does_no_harm(server):
     for data in (b"\x16\x03\x01\x02\x00\x01", b"GET\r\n\r\n", b"POST /v1/completions HTTP/1.1\r\n"):
         with socket.create_connection(("127.0.0.1", server.port), timeout=5) as client:
             client.sendall(data)
+
+
+def test_half_a_head_does_not_keep_a_connection(server, monkeypatch):
+    """At first, and behind a request that was answered; one that is being answered may take its time."""
+    monkeypatch.setattr(connections, "HEAD_TIMEOUT", 0.5)
+    whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    for before in (b"", whole):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+            client.sendall(before)
+            if before:
+                assert client.recv(1000).startswith(b"HTTP/1.1 200")
+            client.sendall(b"GET /health HT")
+            end = time.monotonic() + 10
+            while client.recv(1000):  # the rest of the answer; nothing once it is closed
+                assert time.monotonic() < end
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+        client.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 30\r\n"
+            b"Content-Type: application/json\r\n\r\n"
+        )
+        time.sleep(1)
+        client.sendall(b'{"prompt":"a", "max_tokens":1}')
+        assert client.recv(1000).startswith(b"HTTP/1.1 200")
 
 
 def test_a_client_that_leaves_before_its_body_is_complete(server):
