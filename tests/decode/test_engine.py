@@ -268,10 +268,20 @@ def test_a_request_that_does_not_fit_memory_is_refused(model, monkeypatch):
     eng.check(Request(PROMPT, 20, n=4))
 
 
-def test_the_cache_is_the_memory_that_costs_tell(model):
+def test_an_answer_over_the_border_of_a_cache_block():
+    """A full layer of 320 slots in two blocks, sliding ones of 306, and positions from 250 to 261."""
+    model = build(max_position_embeddings=400)
+    ids = np.resize(np.asarray([PROMPT]), (1, 250))
+    out = generate(model, ids, 12, prefill_chunk=300, return_logits=True)
+    logits = model(np.concatenate([ids, out.tokens], axis=1))
+    np.testing.assert_allclose(out.logits, np.asarray(logits)[:, 249:-1], atol=1e-4)
+
+
+@pytest.mark.parametrize("in_blocks", [False, True])
+def test_the_cache_is_the_memory_that_costs_tell(model, in_blocks):
     config = model.config
-    cache = RingCache.empty(config, 3, 96, 16, np.float32, config.num_lanes)
-    held = sum(ring.nbytes for ring in (*cache.keys, *cache.values))
+    cache = RingCache.empty(config, 3, 96, 16, np.float32, config.num_lanes, in_blocks)
+    held = sum(ring.nbytes for ring in jax.tree.leaves((cache.keys, cache.values)))
     assert held == 3 * costs.kv_ring_bytes(config, 96, 16, "float32")
     # Two layers hold W + 16 positions and one all 96: K heads × d floats, keys and values.
     assert held == 3 * 2 * 8 * 2 * 4 * (2 * (6 + 16) + 96)
