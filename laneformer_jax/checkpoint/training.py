@@ -1,10 +1,11 @@
 """The numbered checkpoints of a training run: parameters as in `native`, and optimizer state."""
 
 import functools
+import logging
 import shutil
+import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,10 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy as keep_pol
 
 from laneformer_jax.checkpoint import assets, manifest, native
 from laneformer_jax.config import LaneformerConfig
+from laneformer_jax.errors import refusal
 
+_ORBAX_LOG = logging.getLogger("absl")
+_LOOK_S = 0.02
 _SWEEP_S = 5.0
 _GONE_S = 1.0  # without anything new
 
@@ -41,6 +45,42 @@ class _Held:
         return [checkpoint.step in self._steps for checkpoint in checkpoints]
 
 
+class _Failure(logging.Filter):
+    """What a save in the background failed with in this process.
+
+    Orbax tells its log at once, but its caller only when every process has come to the same point, which
+    one that failed alone keeps the others from. What the system refused is told by who raises it, in one
+    line, and not in tracebacks of the log's and of tensorstore's as well.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error: BaseException | None = None
+        self._hook: Any = None
+
+    def listen(self) -> None:
+        _ORBAX_LOG.addFilter(self)
+        self._hook, sys.unraisablehook = sys.unraisablehook, self._unheard
+
+    def stop(self) -> None:
+        _ORBAX_LOG.removeFilter(self)
+        if self._hook is not None:
+            sys.unraisablehook = self._hook
+
+    def _unheard(self, found: Any) -> None:
+        """A write that ends after another has failed finds nobody to tell: tensorstore prints that."""
+        if str(found.exc_value) != "Event loop is closed":
+            self._hook(found)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if error is None:
+            return True
+        if "background save thread" in record.getMessage():
+            self.error = error
+        return refusal(error) is None
+
+
 class TrainingCheckpoints:
     """The numbered checkpoints of one run, over orbax's CheckpointManager.
 
@@ -61,7 +101,7 @@ class TrainingCheckpoints:
         self.held: set[int] = set()
         self._files: dict[str, bytes] = {}
         self._saving: int | None = None
-        self._failed = False
+        self._failure = _Failure()
         self._unchecked = False  # whether a save has begun whose end nobody has looked at
         policies: list[Any] = [keep_policy.LatestN(keep), _Held(self.held)]
         if keep_every:
@@ -76,6 +116,7 @@ class TrainingCheckpoints:
     @functools.cached_property
     def _manager(self) -> ocp.CheckpointManager:
         # Made by the first save: a run that fails before it leaves no folder behind.
+        self._failure.listen()
         return ocp.CheckpointManager(self.folder, options=self._options)
 
     def steps(self) -> list[int]:
@@ -110,31 +151,30 @@ class TrainingCheckpoints:
         items = {group: ocp.args.StandardSave(v) for group, v in native.grouped(params).items()}
         items[native.OPTIMIZER] = ocp.args.StandardSave(optimizer)
         self._unchecked = True
-        with self._noted():
-            self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+        self._manager.save(step, args=ocp.args.Composite(**items), force=True)
 
     def check(self) -> None:
         """Raise what the last save failed with, if it is over; waits for nothing."""
-        if self._unchecked and not self._manager.is_saving_in_progress():
-            self.wait()
+        if self._unchecked:
+            self._raise_alone()
+            if not self._manager.is_saving_in_progress():
+                self.wait()
 
     def wait(self) -> None:
         """Until the last save is committed; raises what it failed with."""
         if not self._unchecked:
             return
+        while self._manager.is_saving_in_progress():
+            self._raise_alone()
+            time.sleep(_LOOK_S)
         self._unchecked = False
-        with self._noted():
-            self._manager.wait_until_finished()
-            self._manager.check_for_errors()
+        self._manager.wait_until_finished()
+        self._manager.check_for_errors()
 
-    @contextmanager
-    def _noted(self) -> Iterator[None]:
-        """A save that fails gives back, at `close`, what it took of the disk."""
-        try:
-            yield
-        except Exception:
-            self._failed = True
-            raise
+    def _raise_alone(self) -> None:
+        """Of several processes, raise what the last save failed with in this one."""
+        if self._failure.error is not None and jax.process_count() > 1:
+            raise self._failure.error
 
     def newest(self) -> Path | None:
         """The newest complete checkpoint; None when the folder holds no checkpoint at all.
@@ -167,12 +207,13 @@ class TrainingCheckpoints:
         return Restored(int(folder.name), folder, restored, state, native.read_metadata(folder))
 
     def close(self) -> None:
-        """Finish the last save and release the threads."""
+        """Finish the last save, or give back what it took of the disk if it failed; release the threads."""
         try:
             if "_manager" in self.__dict__:
                 self._manager.close()
         finally:
-            if self._failed:
+            self._failure.stop()
+            if jax.process_index() == 0 and self._temporary():
                 self._sweep()
 
     def _sweep(self) -> None:

@@ -221,7 +221,11 @@ def test_nothing_complete_left_says_what_is_wrong(model, tmp_path):
         native.find(tmp_path / "empty")
 
 
-def test_a_save_that_cannot_be_written_is_loud(model, tmp_path, monkeypatch):
+@pytest.mark.parametrize("waited", [True, False])
+def test_a_save_that_cannot_be_written_is_loud_and_leaves_nothing(
+    model, tmp_path, monkeypatch, waited
+):
+    """Also where another error ends the run before anyone waits for the save."""
     params, optimizer = train_state(model)
     checkpoints = TrainingCheckpoints(tmp_path)
     checkpoints.save(1, params, optimizer, CONFIG, {})
@@ -232,10 +236,15 @@ def test_a_save_that_cannot_be_written_is_loud(model, tmp_path, monkeypatch):
 
     monkeypatch.setattr(manifest, "write_side_files", full)
     checkpoints.save(2, params, optimizer, CONFIG, {})
-    with pytest.raises(Exception, match="No space left"):
-        checkpoints.wait()
-    monkeypatch.undo()
+    if waited:
+        with pytest.raises(OSError, match="No space left"):
+            checkpoints.wait()
+        checkpoints.close()
+    else:
+        with pytest.raises(OSError, match="No space left"):
+            checkpoints.close()
     assert native.find(tmp_path) == tmp_path / "1"
+    assert [p.name for p in tmp_path.iterdir()] == ["1"]
 
 
 def test_a_mesh_with_explicit_axes_stays_one(model, tmp_path):

@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from laneformer_jax.errors import UserError
+from laneformer_jax.peer import PeerProcess
 from train import bench
 
 
@@ -22,6 +23,16 @@ def test_a_python_without_the_peer_is_named(monkeypatch, tmp_path):
     script.chmod(0o755)
     with pytest.raises(UserError, match=r"cannot run the peer \(ModuleNotFoundError: .*--no-peer"):
         bench.Peer(str(script))
+
+
+def test_a_module_beside_the_peers_script_does_not_shadow_the_standard_librarys(tmp_path):
+    """train/profile.py did, and PyTorch could not be imported."""
+    (tmp_path / "profile.py").write_text("raise ImportError('not the standard library')")
+    script = tmp_path / "peer.py"
+    script.write_text("import json, profile; print(json.dumps({'versions': profile.__file__}))")
+    peer = PeerProcess("train", sys.executable, script, {})
+    assert not peer.about["versions"].startswith(str(tmp_path))
+    peer.close()
 
 
 def test_the_peer_answers_each_step(tmp_path):

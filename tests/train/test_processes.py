@@ -164,14 +164,24 @@ READ_ONLY = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("signalled", [False, True])
 @pytest.mark.parametrize("broken", [0, 1])
-def test_a_disk_that_only_one_process_cannot_write_ends_all(broken, corpus, own_mounts, tmp_path):
-    """One line each, at once, and the same command goes on when it can."""
+def test_a_disk_that_only_one_process_cannot_write_ends_all(
+    broken, signalled, corpus, own_mounts, tmp_path
+):
+    """One line each, at once, and the same command goes on when it can.
+
+    signalled: what fails is the last save, which a signal asks for.
+    """
     out = tmp_path / "out"
     folder = out / "checkpoints"
     folder.mkdir(parents=True)
     within = {broken: [*own_mounts, "sh", "-c", READ_ONLY, str(folder)]}
-    run = Run(corpus, out, 12, within=within)
+    own = {i: ["checkpoint.interval=100"] for i in range(COUNT) if signalled}
+    run = Run(corpus, out, 12, own, within)
+    if signalled:
+        run.wait_for_step(2)
+        run.processes[1].send_signal(signal.SIGTERM)
     assert run.end() == [2, 2], run.output(0) + run.output(1)
     for i in range(COUNT):
         said = run.output(i)
@@ -220,7 +230,9 @@ def test_soak(corpus, tmp_path):
     """Ten kills and ten signals, to either process, at any moment."""
     steps, rng = 200, random.Random()
     whole, out = tmp_path / "whole", tmp_path / "out"
-    in_one_process(corpus, whole, steps)
+    # In two processes as well: those sum in another order than one, and 200 updates enlarge that.
+    undisturbed = Run(corpus, whole, steps)
+    assert undisturbed.end() == [0, 0], undisturbed.output(0)
     codes = []
     for blow in rng.sample([signal.SIGKILL] * 10 + [signal.SIGTERM] * 10, 20):
         run = Run(corpus, out, steps)
