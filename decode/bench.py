@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 MODEL = ("350m", "num_hidden_layers=15", "swa_layers=[0,1,2,3,4,5,6,7,8,9]")  # 301M parameters
 READ_BYTES = 512 * 2**20  # of the array whose reading is the ceiling; more than any cache holds
+READ_SECONDS = 0.2  # of one measurement at least: one pass is over before clock rates settle
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -322,9 +323,12 @@ class Ceiling:
         return max(statistics.median(rates) for rates in self.rates.values())
 
     def _take(self, name: str, work: Any) -> None:
-        began = time.perf_counter()
-        work()
-        self.rates.setdefault(name, []).append(READ_BYTES / (time.perf_counter() - began) / 1e9)
+        began, passes, seconds = time.perf_counter(), 0, 0.0
+        while not passes or seconds < READ_SECONDS:
+            work()
+            passes += 1
+            seconds = time.perf_counter() - began
+        self.rates.setdefault(name, []).append(passes * READ_BYTES / seconds / 1e9)
 
     def _dot(self) -> None:
         import numpy as np

@@ -239,6 +239,8 @@ def _prompt(args: argparse.Namespace) -> Any:
         messages = messages.get("messages") if isinstance(messages, dict) else messages
         if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
             raise UserError(f"{name}: must hold a JSON array of messages, or an object with one")
+        if not messages:
+            raise UserError(f"{name}: holds no messages")
         return messages
     text = args.prompt if args.prompt is not None else _read(args.file)[1]
     if not text:

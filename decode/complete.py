@@ -74,7 +74,9 @@ def ask(
     Raises:
         UserError: anything the prompt, the model or the engine cannot take.
     """
-    is_ids = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], int)
+    if len(prompt) == 0:
+        raise UserError("prompt: is empty; there is nothing to continue")
+    is_ids = not isinstance(prompt, str) and isinstance(prompt[0], int)
     ids = prompt if is_ids else loaded.prompt_ids(prompt)  # type: ignore[arg-type]
     ends = () if ignore_eos else (loaded.tokenizer.eos_id,)
     if max_new_tokens is None:

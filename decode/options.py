@@ -163,4 +163,6 @@ def load(args: argparse.Namespace) -> tuple[Loaded, Engine]:
 def name_of(checkpoint: str) -> str:
     """What to call a checkpoint: the folder's name, or `owner/name` of a repository."""
     path = Path(checkpoint)
-    return path.resolve().name if path.exists() else checkpoint
+    name = path.resolve().name if path.exists() else checkpoint
+    # A file system may know names that are not UTF-8.
+    return name.encode("utf-8", "replace").decode("utf-8")

@@ -94,4 +94,6 @@ def checked_stops(stop: Sequence[str], name: str = "stop") -> tuple[str, ...]:
             raise UserError(f"{name}: a stop string is empty and would end every answer at once")
         if len(text) > LONGEST_STOP:
             raise UserError(f"{name}: a string of {len(text)} characters; at most {LONGEST_STOP}")
+        if any("\ud800" <= c <= "\udfff" for c in text):
+            raise UserError(f"{name}: {text!r} holds a lone surrogate, which no answer can")
     return stops

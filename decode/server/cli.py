@@ -83,6 +83,8 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--port: {args.port} must be from 0 to 65535")
     if not 0 <= args.grace <= 86400:
         raise UserError(f"--grace: {args.grace} must be from 0 to 86400 seconds")
+    if args.name is not None and not (args.name.strip() and args.name.isprintable()):
+        raise UserError(f"--name: {args.name!r} must be text that can be shown")
     try:
         import starlette  # noqa: F401
         import uvicorn

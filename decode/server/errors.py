@@ -7,13 +7,17 @@ from typing import Any
 
 from laneformer_jax.errors import UserError
 
+_LONGEST = 500  # characters of what a client is told
+
 
 class ApiError(Exception):
     """What a client is told when its request gets no answer.
 
+    Message and parameter may quote what the client sent: `_line` makes them fit to send.
+
     Args:
         status: of the HTTP response.
-        message: one line: what is wrong, and what would be right.
+        message: what is wrong, and what would be right.
         kind: OpenAI's `type`.
         param: the parameter that is wrong.
         code: for programs.
@@ -31,8 +35,9 @@ class ApiError(Exception):
         headers: dict[str, str] | None = None,
     ):
         super().__init__(message)
-        self.status, self.message, self.kind = status, message, kind
-        self.param, self.code, self.headers = param, code, headers or {}
+        self.status, self.message, self.kind = status, _line(message), kind
+        self.param = None if param is None else _line(param)
+        self.code, self.headers = code, headers or {}
 
     def body(self) -> dict[str, Any]:
         """`{"error": …}`."""
@@ -44,6 +49,18 @@ class ApiError(Exception):
                 "code": self.code,
             }
         }
+
+
+def _line(text: str) -> str:
+    """One line that UTF-8 can hold: line breaks, other control characters and lone surrogates as escapes.
+
+    Of a long one the middle is left out.
+    """
+    if len(text) > _LONGEST:
+        text = f"{text[: _LONGEST // 2]} … {text[-_LONGEST // 2 :]}"
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text
+    )
 
 
 def from_user_error(error: UserError, names: Mapping[str, str]) -> ApiError:

@@ -204,7 +204,11 @@ def _without_nulls(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _first(error: ValidationError, given: Mapping[str, Any]) -> ApiError:
-    first = error.errors(include_url=False)[0]
+    errors = error.errors(include_url=False)
+    first = errors[0]
+    if first["type"] == "string_type" and isinstance(first["input"], list):
+        # Or a list of parts: what is wrong with one of those.
+        first = next((e for e in errors if len(e["loc"]) > len(first["loc"])), first)
     where = [part for part in first["loc"] if isinstance(part, int) or not _is_union_arm(part)]
     name = str(where[0])
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where)[1:]
@@ -215,6 +219,10 @@ def _first(error: ValidationError, given: Mapping[str, Any]) -> ApiError:
         told = "unknown field"
     elif name == "prompt":
         path, told = name, "must be a string, an array of strings, or an array of token ids"
+    elif first["type"] in ("dict_type", "model_type"):
+        told = f"{_shown(first['input'])} must be an object"
+    elif first["type"] == "too_long":
+        told = f"has {first['ctx']['actual_length']} entries; at most {first['ctx']['max_length']}"
     elif told.startswith("Input should"):
         told = f"{_shown(first['input'])} must{told.removeprefix('Input should')}"
     elif first["type"] == "too_short":

@@ -36,8 +36,23 @@ def test_the_hosts_time_is_that_of_bursts_launched_and_read(monkeypatch):
     assert timed.host_seconds == [16 / 8]
 
 
+def test_the_ceiling_is_of_as_many_passes_as_fill_its_time(monkeypatch):
+    monkeypatch.setattr(bench, "READ_BYTES", 2**20)
+    ceiling, passes, now = bench.Ceiling(), [], [0.0]
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: now[0])
+
+    def work():
+        passes.append(1)
+        now[0] += bench.READ_SECONDS / 3.5
+
+    ceiling._take("this", work)
+    assert len(passes) == 4
+    assert ceiling.rates["this"] == [pytest.approx(2**20 / (bench.READ_SECONDS / 3.5) / 1e9)]
+
+
 def test_json_line(monkeypatch, capsys):
     monkeypatch.setattr(bench, "READ_BYTES", 2**20)
+    monkeypatch.setattr(bench, "READ_SECONDS", 0)
     assert cli.main([*RUN, "--no-peer", "--json", "--contexts", "5", "9"]) == 0
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert figures["gb_s"] == pytest.approx(figures["bytes_per_token"] * figures["tok_s"] / 1e9)

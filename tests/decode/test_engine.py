@@ -258,6 +258,18 @@ def test_the_last_positions_of_the_context(model):
         generate(model, ids, 20)
 
 
+def test_a_prompt_of_4090_tokens_that_asks_for_20_of_4096():
+    """Refused, or cut to the 6 that fit; those have the positions and keys of the full forward."""
+    model = build(max_position_embeddings=4096, num_hidden_layers=2, swa_layers=(0,))
+    ids = np.random.default_rng(1).integers(3, 61, (1, 4090))
+    with pytest.raises(UserError, match="prompt of 4090 tokens plus max_new_tokens 20 exceeds"):
+        generate(model, ids, 20)
+    out = generate(model, ids, 20, overflow="cut", return_logits=True)
+    assert out.tokens.shape == (1, 6)
+    logits = model(np.concatenate([ids, out.tokens], axis=1))
+    np.testing.assert_allclose(out.logits, np.asarray(logits)[:, 4089:-1], atol=1e-4)
+
+
 def test_a_request_that_does_not_fit_memory_is_refused(model, monkeypatch):
     eng = Engine(model)
     needed = eng.cache_bytes(4, 13, 20)

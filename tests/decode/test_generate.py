@@ -58,15 +58,21 @@ def test_cached_equals_full_forward(model, reference, chunk):
     np.testing.assert_allclose(out.logits, logits, atol=1e-4)
 
 
-def test_left_padded_batch_equals_single_prompts(model, reference):
-    short = PROMPT[:, -1:]
-    ids = np.concatenate([PROMPT, np.zeros_like(PROMPT)])
+@pytest.mark.parametrize("length", [13, 50])
+def test_left_padded_batch_equals_single_prompts(model, length):
+    """A prompt of one token beside a long one: no position counts padding, no row sees nothing."""
+    long = np.resize(PROMPT, (1, length))
+    short = long[:, -1:]
+    ids = np.concatenate([long, np.zeros_like(long)])
     ids[1, -1] = short[0, 0]
     mask = np.ones_like(ids)
     mask[1, :-1] = 0
-    both = decode.generate(model, ids, NEW, attention_mask=mask).tokens
-    assert both[0].tolist() == reference[0][0].tolist()
-    assert both[1].tolist() == decode.generate(model, short, NEW).tokens[0].tolist()
+    new = min(NEW, 64 - length)
+    both = decode.generate(model, ids, new, attention_mask=mask, return_logits=True)
+    assert np.isfinite(both.logits).all()
+    for row, prompt in enumerate((long, short)):
+        alone = decode.generate(model, prompt, new).tokens[0].tolist()
+        assert both.tokens[row].tolist() == alone
 
 
 @pytest.mark.parametrize(

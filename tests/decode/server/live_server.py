@@ -1,5 +1,6 @@
 """A server in this process that clients talk to over a socket, and an engine that takes its time."""
 
+import json
 import socket
 import threading
 import time
@@ -50,7 +51,10 @@ class Running:
     def post(self, path="completions", **body):
         prompt = {"prompt": "def f("} if path == "completions" else {}
         body = {**prompt, "max_tokens": 4, "temperature": 0, **body}
-        return self.http.post(f"/v1/{path}", json={k: v for k, v in body.items() if v is not ...})
+        given = {k: v for k, v in body.items() if v is not ...}
+        text = json.dumps(given)  # escapes lone surrogates, which httpx's own encoding refuses
+        headers = {"Content-Type": "application/json"}
+        return self.http.post(f"/v1/{path}", content=text, headers=headers)
 
     def metric(self, name, **labels):
         total = 0.0
@@ -71,11 +75,16 @@ class Running:
 
 
 @contextmanager
-def serving(loaded, engine, **options):
+def serving(loaded, engine, connections=None, **options):
     service = Service(loaded, engine, "tiny", **{"limits": Limits(), **options})
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(
-        service.app(), http=Connection, ws="none", log_config=None, timeout_graceful_shutdown=5
+        service.app(),
+        http=Connection,
+        ws="none",
+        log_config=None,
+        limit_concurrency=connections,
+        timeout_graceful_shutdown=5,
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([listener],))

@@ -75,5 +75,8 @@ def test_what_cannot_be_is_told_before_the_model_loads(capsys, tmp_path):
     assert "--port: 99999 must be from 0 to 65535" in error("--port", "99999")
     assert "--max-queue: 0 must be at least 1" in error("--max-queue", "0")
     assert "--grace: -1.0" in error("--grace", "-1")
+    # The last is what Python makes of a byte that is not UTF-8.
+    for name in ("", " ", "a\nb", "\udcff"):
+        assert "--name: " in error("--name", name)
     assert "holds no key" in error("--api-key-file", os.devnull)
     assert "missing" in error("--port", "0")  # and of what was fine, the checkpoint is the first
