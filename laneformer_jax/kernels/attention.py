@@ -1,7 +1,8 @@
 """One query token against the cache: split over the keys, put together by the last part to finish.
 
 Shapes: L lanes of this device, T cache slots, K kv heads of a lane, G queries per kv head, d head size,
-O = K·G·d, P query rows of a tile, C keys read at once, W columns of a piece of a head, S parts.
+O = K·G·d, P query rows of a tile, C keys read at once, W columns of a piece of a head, S parts,
+e numbers that a part leaves of a query.
 """
 
 from __future__ import annotations
@@ -45,6 +46,17 @@ def empty_counter(lanes: int, heads: int) -> jax.Array:
     return jnp.zeros((lanes * heads,), jnp.int32)
 
 
+def parts_shape(lanes: int, heads: int, splits: int, groups: int, d: int) -> tuple[int, ...]:
+    """[L,K,S,G,e] of float32: what `part` leaves for `combine`, of every query the sum [d] of values
+    under weights relative to the part's highest score; that score; and the sum of the weights, 0 where
+    the part has no keys.
+
+    One array, since each array of a launch takes scalar registers of an AMD GPU, and whole layers have
+    many. Two more numbers keep rows aligned.
+    """
+    return lanes, heads, splits, groups, d + 4
+
+
 def attend(
     b: Backend,
     q_LO: jax.Array,
@@ -61,7 +73,7 @@ def attend(
     """
     lanes, heads, _, d = keys_LKTd.shape
     groups = q_LO.shape[1] // (heads * d)
-    parts = (lanes, heads, blocks.splits, groups)
+    parts = parts_shape(lanes, heads, blocks.splits, groups, d)
 
     def kernel(
         position_ref: Ref,
@@ -70,31 +82,26 @@ def attend(
         values_ref: Ref,
         _counter_in: Ref,
         out_ref: Ref,
-        weighted_ref: Ref,
-        peak_ref: Ref,
-        total_ref: Ref,
+        parts_ref: Ref,
         counter_ref: Ref,
     ) -> None:
-        refs = Refs(q_ref, keys_ref, values_ref, weighted_ref, peak_ref, total_ref, out_ref)
+        refs = Refs(q_ref, keys_ref, values_ref, parts_ref, out_ref)
         split, head, lane = program(0), program(1), program(2)
         part(b, refs, b.load(position_ref, 0), window, lane, head, split, blocks.keys)
         combine_if_last(b, refs, counter_ref, lane, head)
 
-    float32 = jnp.float32
-    out, _, _, _, counter = b.launch(
+    out, _, counter = b.launch(
         kernel,
         "attention",
         (blocks.splits, heads, lanes),
         [jnp.reshape(position, 1), q_LO, keys_LKTd, values_LKTd, counter],
         [
             jax.ShapeDtypeStruct(q_LO.shape, q_LO.dtype),
-            jax.ShapeDtypeStruct((*parts, d), float32),
-            jax.ShapeDtypeStruct(parts, float32),
-            jax.ShapeDtypeStruct(parts, float32),
+            jax.ShapeDtypeStruct(parts, jnp.float32),
             jax.ShapeDtypeStruct(counter.shape, counter.dtype),
         ],
         blocks.launch,
-        in_place={4: 4},
+        in_place={4: 2},
     )
     return out, counter
 
@@ -105,9 +112,7 @@ class Refs(NamedTuple):
     q: Ref
     keys: Ref
     values: Ref
-    weighted: Ref  # [L,K,S,G,d] sum of values under weights relative to the part's peak
-    peak: Ref  # [L,K,S,G] highest score
-    total: Ref  # [L,K,S,G] sum of the weights; 0 where the part has no keys
+    parts: Ref  # see `parts_shape`
     out: Ref
 
 
@@ -124,7 +129,7 @@ def part(
 ) -> None:
     """Part `split` of the visible keys of one kv head. fresh: q and the cache are of this launch."""
     slots, d = refs.keys.shape[2:]
-    splits, groups = refs.peak.shape[2:]
+    splits, groups = refs.parts.shape[2:4]
     dtype = refs.keys.dtype
     row_P = jnp.arange(max(_LEAST, _power_of_two(groups)))
     query_P = row_P < groups
@@ -179,16 +184,16 @@ def part(
             tuple(jnp.zeros((rows, column.shape[1]), jnp.float32) for column, _ in pieces),
         ),
     )
-    b.store(refs.peak, lane, head, split, row_P, value=peak_P, mask=query_P)
-    b.store(refs.total, lane, head, split, row_P, value=total_P, mask=query_P)
+    for column, number_P in ((d, peak_P), (d + 1, total_P)):
+        b.store(refs.parts, lane, head, split, row_P, column, value=number_P, mask=query_P)
     for (column_W, inside), value in zip(pieces, weighted, strict=True):
         at = (lane, head, split, row_P[:, None], column_W)
-        b.store(refs.weighted, *at, value=value, mask=query_P[:, None] & inside)
+        b.store(refs.parts, *at, value=value, mask=query_P[:, None] & inside)
 
 
 def combine_if_last(b: Backend, refs: Refs, counter: Ref, lane: jax.Array, head: jax.Array) -> None:
     """After a `part`: the last of a kv head's parts to get here puts them together."""
-    splits, mine = refs.peak.shape[2], lane * refs.keys.shape[1] + head
+    splits, mine = refs.parts.shape[2], lane * refs.keys.shape[1] + head
     # Every thread's part is written before the one that counts says so.
     b.sync_threads()
     finished = b.fetch_add(counter, mine, 1)
@@ -202,15 +207,15 @@ def combine_if_last(b: Backend, refs: Refs, counter: Ref, lane: jax.Array, head:
 def combine(b: Backend, refs: Refs, lane: jax.Array, head: jax.Array) -> None:
     """Put the parts of one kv head together; they were written during this launch."""
     d = refs.keys.shape[3]
-    splits, groups = refs.peak.shape[2:]
+    splits, groups = refs.parts.shape[2:4]
     row_G = jnp.arange(_power_of_two(groups))
     query_G = row_G < groups
     split_S = jnp.arange(_power_of_two(splits))
     parts = (lane, head, split_S[:, None], row_G[None])
     there_SG = (split_S < splits)[:, None] & query_G[None]
-    total_SG = b.load(refs.total, *parts, mask=there_SG, fresh=True)
+    total_SG = b.load(refs.parts, *parts, d + 1, mask=there_SG, fresh=True)
     # A part without keys has the lowest peak of all, and no weight.
-    peak_SG = b.load(refs.peak, *parts, mask=there_SG, fresh=True)
+    peak_SG = b.load(refs.parts, *parts, d, mask=there_SG, fresh=True)
     peak_SG = jnp.where(total_SG > 0, peak_SG, _NOTHING)
     share_SG = jnp.exp(peak_SG - jnp.max(peak_SG, axis=0)[None])
     share_SG = jnp.where(total_SG > 0, share_SG, 0.0)
@@ -218,7 +223,7 @@ def combine(b: Backend, refs: Refs, lane: jax.Array, head: jax.Array) -> None:
     for column_1W, inside in _pieces(d):
         at = (lane, head, split_S[:, None, None], row_G[None, :, None], column_1W[None])
         there = there_SG[:, :, None] & inside
-        value_SGW = b.load(refs.weighted, *at, mask=there, fresh=True)
+        value_SGW = b.load(refs.parts, *at, mask=there, fresh=True)
         value_GW = jnp.sum(value_SGW * share_SG[:, :, None], axis=0) * scale_G[:, None]
         at_GW = (head * groups + row_G)[:, None] * d + column_1W
         b.store(refs.out, lane, at_GW, value=value_GW, mask=query_G[:, None] & inside)

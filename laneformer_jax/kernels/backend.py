@@ -117,36 +117,36 @@ class Backend:
         if not self.interpret:
             pltriton.debug_barrier()
 
-    def sync_programs(self, counter: Ref, programs: int) -> None:
+    def sync_programs(self, counters: Ref, first: int, programs: int) -> None:
         """All programs of this launch meet; all of them must fit on the GPU at once.
 
-        counter: int32 [2 or more], zeros at launch; the first number grows by `programs` at every meeting,
-        and `end_meetings` puts it back. The interpreter runs one program after another, so that only
-        one can meet.
+        counters: int32, of which two from `first` on are zeros at launch; the first of them grows by
+        `programs` at every meeting, and `end_meetings` puts it back. The interpreter runs one program after
+        another, so that only one can meet.
         """
         if self.interpret and programs > 1:
             raise NotImplementedError("programs that run one after another cannot meet")
         self.sync_threads()
-        ticket = self.fetch_add(counter, 0, 1)
+        ticket = self.fetch_add(counters, first, 1)
         all_here = ticket - lax.rem(ticket, jnp.int32(programs)) + programs
         # By an atomic, since JAX deletes a loop that only reads.
         lax.while_loop(
-            lambda here: here < all_here, lambda _: self.fetch_add(counter, 0, 0), ticket + 1
+            lambda here: here < all_here, lambda _: self.fetch_add(counters, first, 0), ticket + 1
         )
         self.sync_threads()
 
-    def end_meetings(self, counter: Ref, programs: int) -> None:
+    def end_meetings(self, counters: Ref, first: int, programs: int) -> None:
         """After the last `sync_programs` of a launch: zeros for the next one.
 
         By the last program that comes here: then none waits for the counter any more.
         """
         self.sync_threads()
-        done = self.fetch_add(counter, 1, 1)
+        done = self.fetch_add(counters, first + 1, 1)
 
         @when(done == programs - 1)
         def last() -> None:
-            self.store(counter, 0, value=jnp.int32(0))
-            self.store(counter, 1, value=jnp.int32(0))
+            self.store(counters, first, value=jnp.int32(0))
+            self.store(counters, first + 1, value=jnp.int32(0))
 
 
 def _indices(index: tuple[Any, ...]) -> tuple[Any, ...]:

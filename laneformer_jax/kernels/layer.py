@@ -44,19 +44,17 @@ class Layer(NamedTuple):
 
 class Scratch(NamedTuple):
     """What programs hand to each other; its contents matter within a launch only, but for the
-    counters, which are zeros before and after."""
+    counters, which are zeros before and after.
 
-    q_LO: jax.Array
-    heard_LO: jax.Array
-    weighted: jax.Array
-    peak: jax.Array
-    total: jax.Array
-    between_LD: jax.Array  # streams after attention
+    Few arrays, since each takes scalar registers of an AMD GPU as long as a later phase needs it.
+    """
+
+    heads_LO: jax.Array  # queries; where all parts of a head have read its own, what it heard
+    parts_LKSGe: jax.Array  # `attention.parts_shape`
     gated_LF: jax.Array
-    parts: jax.Array  # `attention.empty_counter`
-    # int32 [2·L], of which the first two count: programs that came to a meeting, and that are done. So
-    # many, because they are split over devices as the others are.
-    meetings: jax.Array
+    # int32 [L·K + 2·L]: `attention.empty_counter`, and then two that count programs: those that came to a
+    # meeting, and those that are done. With two for each lane, because all are split over devices.
+    counters: jax.Array
 
 
 class Made(NamedTuple):
@@ -80,7 +78,7 @@ class Output(NamedTuple):
 
 
 def empty_scratch(
-    streams: tuple[int, int],
+    lanes: int,
     heads: int,
     kv_heads: int,
     d: int,
@@ -88,20 +86,13 @@ def empty_scratch(
     dtype: jnp.dtype,
     t: Tuning,
 ) -> Scratch:
-    """Scratch for layers with streams [L,D] and so many heads, kv heads and neurons in a lane, one after
-    another."""
-    lanes = streams[0]
-    parts = (lanes, kv_heads, t.attention.splits, heads // kv_heads)
+    """Scratch for layers with so many heads, kv heads and neurons in a lane, one after another."""
+    parts = attention.parts_shape(lanes, kv_heads, t.attention.splits, heads // kv_heads, d)
     return Scratch(
         jnp.zeros((lanes, heads * d), dtype),
-        jnp.zeros((lanes, heads * d), dtype),
-        jnp.zeros((*parts, d), jnp.float32),
         jnp.zeros(parts, jnp.float32),
-        jnp.zeros(parts, jnp.float32),
-        jnp.zeros(streams, dtype),
         jnp.zeros((lanes, neurons), dtype),
-        attention.empty_counter(lanes, kv_heads),
-        jnp.zeros((2 * lanes,), jnp.int32),
+        attention.empty_counter(lanes, kv_heads + 2),
     )
 
 
@@ -157,6 +148,7 @@ def run_layers(
         run = _Phases(
             b, t, lanes, hidden, eps, b.load(position_ref, 0), (cos_ref, sin_ref), out.scratch
         )
+        counters, first = out.scratch.counters, lanes * layers[0].keys_LKTd.shape[1]
         todo: list[Callable[[], None]] = []
         for i, one in enumerate(layers):
             streams = (x_ref, False) if i == 0 else (out.x_LD, True)
@@ -169,9 +161,9 @@ def run_layers(
             if phase in (None, i):
                 one_phase()
             if phase is None and i < len(todo) - 1:
-                b.sync_programs(out.scratch.meetings, programs)
+                b.sync_programs(counters, first, programs)
         if phase is None:
-            b.end_meetings(out.scratch.meetings, programs)
+            b.end_meetings(counters, first, programs)
 
     outputs = b.launch(
         kernel,
@@ -219,17 +211,17 @@ class _Phases(NamedTuple):
         layer: Layer,
         w: Weights,
         out: Made,
-        streams: tuple[Ref, bool],  # and whether they were made in this launch
-        after: Ref,
+        x: tuple[Ref, bool],  # streams before, and whether they were made in this launch
+        streams_ref: Ref,  # after each module, in place: a tile reads the rows that it writes
         arriving: tuple[_Arriving, ...],
     ) -> list[Callable[[], None]]:
         """The five phases of a layer; their refs take the places of the arrays."""
         b, t, s = self.b, self.t, self.s
-        x_ref, made_here = streams
+        x_ref, made_here = x
 
         def norm_qkv() -> None:
             matrices = (w.qkv.wq_LOD, w.qkv.wk_LOD, w.qkv.wv_LOD)
-            into = (s.q_LO, out.keys_LKTd, out.values_LKTd)
+            into = (s.heads_LO, out.keys_LKTd, out.values_LKTd)
             refs = qkv.Refs(self.position, *self.angles, *matrices, *into)
             size = w.qkv.wq_LOD.shape[1] + 2 * w.qkv.wk_LOD.shape[1]
             rows = block(out.keys_LKTd.shape[3], t.qkv.rows)
@@ -242,7 +234,7 @@ class _Phases(NamedTuple):
 
         def attend() -> None:
             cache = (out.keys_LKTd, out.values_LKTd)
-            refs = attention.Refs(s.q_LO, *cache, s.weighted, s.peak, s.total, s.heard_LO)
+            refs = attention.Refs(s.heads_LO, *cache, s.parts_LKSGe, s.heads_LO)
             heads, splits = out.keys_LKTd.shape[1], t.attention.splits
 
             def tile(i: jax.Array) -> None:
@@ -250,7 +242,7 @@ class _Phases(NamedTuple):
                 head, lane = lax.rem(i, jnp.int32(heads)), lax.div(i, jnp.int32(heads))
                 at = (self.position, layer.window, lane, head, split)
                 attention.part(b, refs, *at, t.attention.keys, fresh=True)
-                attention.combine_if_last(b, refs, s.parts, lane, head)
+                attention.combine_if_last(b, refs, s.counters, lane, head)
 
             self._share(splits * heads * self.lanes, tile)
 
@@ -258,12 +250,12 @@ class _Phases(NamedTuple):
             refs = project.Refs(
                 x_ref,
                 w.wo_LDI,
-                s.between_LD,
+                streams_ref,
                 out.attention_LD,
                 *arriving[0][:2],
                 out.attention_sent_LD,
             )
-            self._project(refs, s.heard_LO, layer.rules[0], t.out, made_here, arriving[0].fresh)
+            self._project(refs, s.heads_LO, layer.rules[0], t.out, made_here, arriving[0].fresh)
 
         def norm_gate_up() -> None:
             refs = gate_up.Refs(w.gate_up.w1_LFD, w.gate_up.w3_LFD, s.gated_LF)
@@ -271,16 +263,14 @@ class _Phases(NamedTuple):
             rows = block(size, t.gate_up.rows)
 
             def tile(lane: jax.Array, row: jax.Array) -> None:
-                between = Vector(s.between_LD, lane, fresh=True)
-                source = Normed(between, w.gate_up.norm, self.eps)
+                source = Normed(Vector(streams_ref, lane, fresh=True), w.gate_up.norm, self.eps)
                 gate_up.tile(b, refs, source, lane, row, rows, t.gate_up.columns)
 
             self._over_rows(size, rows, tile)
 
         def mlp_down() -> None:
-            refs = project.Refs(
-                s.between_LD, w.w2_LDI, after, out.mlp_LD, *arriving[1][:2], out.mlp_sent_LD
-            )
+            mlp = (w.w2_LDI, streams_ref, out.mlp_LD, *arriving[1][:2], out.mlp_sent_LD)
+            refs = project.Refs(streams_ref, *mlp)
             self._project(refs, s.gated_LF, layer.rules[1], t.down, True, arriving[1].fresh)
 
         return [norm_qkv, attend, attention_out, norm_gate_up, mlp_down]

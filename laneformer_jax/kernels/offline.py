@@ -36,12 +36,16 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Resources:
-    """What a compiled kernel takes of a GPU. Shared memory in bytes; spills in bytes on NVIDIA, in
-    registers on AMD."""
+    """What a compiled kernel takes of a GPU. Shared memory in bytes.
+
+    spills: to memory, in bytes a thread. scalars: registers of a wave that are kept in lanes of vector
+    registers for want of scalar ones, which costs an instruction each way and no memory; AMD only.
+    """
 
     registers: int
     spills: int
     shared: int
+    scalars: int = 0
 
 
 @contextlib.contextmanager
@@ -121,9 +125,11 @@ def compiled(kernel: Kernel, target: str) -> Resources:
         shared = int(binary.metadata.shared)
         if target == "sm_90":
             return Resources(*_ptxas(binary.asm["ptx"], Path(folder)), shared)
-    numbers = dict(re.findall(r"\.(vgpr_count|[vs]gpr_spill_count):\s*(\d+)", binary.asm["amdgcn"]))
-    spills = int(numbers["vgpr_spill_count"]) + int(numbers["sgpr_spill_count"])
-    return Resources(int(numbers["vgpr_count"]), spills, shared)
+    names = "vgpr_count|[vs]gpr_spill_count|private_segment_fixed_size"
+    found = re.findall(rf"\.({names}):\s*(\d+)", binary.asm["amdgcn"])
+    numbers = {name: int(number) for name, number in found}
+    spills = max(4 * numbers["vgpr_spill_count"], numbers["private_segment_fixed_size"])
+    return Resources(numbers["vgpr_count"], spills, shared, numbers["sgpr_spill_count"])
 
 
 def _ptxas(ptx: str, folder: Path) -> tuple[int, int]:

@@ -83,7 +83,7 @@ def empty_scratch(
     if kernels.launches == "fused":
         return attention.empty_counter(local_lanes, kv_heads)
     return whole.empty_scratch(
-        (local_lanes, config.hidden_size),
+        local_lanes,
         config.num_attention_heads // lanes,
         kv_heads,
         config.head_size,
@@ -152,8 +152,10 @@ def layers_step(
         if not isinstance(scratch, Scratch):
             x_LD, keys[i], values[i], scratch = _piecewise(run, i, x_LD, w, *cache, scratch)
         elif cfg.sums_now(i):  # which no launch can wait for
-            x_LD, keys[i], values[i], parts = _piecewise(run, i, x_LD, w, *cache, scratch.parts)
-            scratch = scratch._replace(parts=parts)
+            x_LD, keys[i], values[i], counters = _piecewise(
+                run, i, x_LD, w, *cache, scratch.counters
+            )
+            scratch = scratch._replace(counters=counters)
         else:
             x_LD, keys[i], values[i], scratch = _whole(run, i, x_LD, w, *cache, scratch)
     return x_LD, State(tuple(keys), tuple(values), scratch)

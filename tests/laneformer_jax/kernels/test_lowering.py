@@ -3,6 +3,7 @@
 No GPU is needed. What needs the package `triton` (extra `kernels-check`) is skipped without it.
 """
 
+import functools
 import importlib.util
 from collections import Counter
 
@@ -12,9 +13,11 @@ import pytest
 from flax import nnx
 
 from laneformer_jax import Laneformer
-from laneformer_jax.kernels import offline, step
+from laneformer_jax.kernels import gate_up, offline, qkv, step
+from laneformer_jax.kernels import layer as whole
 from laneformer_jax.kernels.backend import Backend
 from laneformer_jax.kernels.layer import PHASES
+from laneformer_jax.kernels.project import Past, Rule
 from laneformer_jax.kernels.tuning import SHIPPED, shipped
 from laneformer_jax.presets import preset
 
@@ -28,8 +31,6 @@ LAYERS = CONFIG.num_hidden_layers
 MOST = {"sm_90": (168, 75_000), "gfx942": (168, 21_000)}
 # Whole tokens: one program of eight warps has a multiprocessor of sm_90 to itself.
 MOST_OF_TOKEN = {"sm_90": (255, 75_000), "gfx942": (256, 21_000)}
-# Of whole layers, mostly scalar registers, which go into lanes of vector registers.
-SPILLED = {("gfx942", "layer"): "2 to 6", ("gfx942", "token"): "up to 82"}
 
 
 @pytest.fixture(scope="module")
@@ -136,21 +137,78 @@ def test_whole_layers(lowered, target, launches):
         assert kernel.ir.count("gpu.barrier") == 2 * meetings + together + 1
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
-@pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None,
-    reason="needs the package triton: pip install 'laneformer-jax[kernels-check]'",
-)
-@pytest.mark.parametrize("launches", ["fused", "layer", "token"])
+@pytest.fixture(scope="module")
+def compiled(lowered):
+    """What each kernel takes, by target and what a launch does. "of eight": the layer as a device with one
+    lane runs it, which reads a sum and writes its outputs twice."""
+
+    @functools.cache
+    def get(target, launches):
+        kernels = layer_of_eight(target) if launches == "of eight" else lowered(target, launches)
+        different = {k.ir: k for k in kernels}.values()
+        return [(k.name, offline.compiled(k, target)) for k in different]
+
+    return get
+
+
+def layer_of_eight(target):
+    bf16, f32 = jnp.bfloat16, jnp.float32
+    t, d, hidden, neurons = shipped(target), 96, CONFIG.hidden_size, 1536
+    array = lambda *shape, dtype=bf16: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
+    x_LD, cache = array(1, hidden), array(1, 2, 2048, d)
+    weights = whole.Weights(
+        qkv.Weights(array(hidden), *(array(1, n * d, hidden) for n in (4, 2, 2))),
+        array(1, hidden, 4 * d),
+        gate_up.Weights(array(hidden), array(1, neurons, hidden), array(1, neurons, hidden)),
+        array(1, hidden, neurons),
+    )
+    scratch = jax.eval_shape(lambda: whole.empty_scratch(1, 4, 2, d, neurons, bf16, t))
+    angles = (array(d // 2, dtype=f32),) * 2
+    pasts = ((x_LD, array(hidden, dtype=f32)),) * 2
+
+    def run(x_LD, weights, keys, values, pasts, angles, position, scratch):
+        rules = tuple(Rule(1.0, Past(*past)) for past in pasts)
+        layers = [whole.Layer(weights, keys, values, 2048, rules)]
+        rest = (angles, position, scratch, t, "layer")
+        return whole.run_layers(Backend(), x_LD, layers, 1e-5, *rest, send=True)
+
+    position = array(dtype=jnp.int32)
+    arguments = (x_LD, weights, cache, cache, pasts, angles, position, scratch)
+    return offline.kernels(offline.lower(run, *arguments, target=target))
+
+
+def compiles(test):
+    for mark in (
+        pytest.mark.slow,
+        pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated"),
+        pytest.mark.skipif(
+            importlib.util.find_spec("triton") is None,
+            reason="needs the package triton: pip install 'laneformer-jax[kernels-check]'",
+        ),
+    ):
+        test = mark(test)
+    return test
+
+
+@compiles
+@pytest.mark.parametrize("launches", ["fused", "layer", "of eight", "token"])
 @pytest.mark.parametrize("target", TARGETS)
-def test_compiles_without_spills(request, lowered, target, launches):
-    if (target, launches) in SPILLED:
-        reason = f"{SPILLED[target, launches]} registers spilled"
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
+def test_compiles_within_bounds_and_spills_nothing_to_memory(compiled, target, launches):
     registers, shared = (MOST_OF_TOKEN if launches == "token" else MOST)[target]
-    for kernel in {k.ir: k for k in lowered(target, launches)}.values():
-        took = offline.compiled(kernel, target)
-        assert took.spills == 0, (kernel.name, took)
-        assert took.registers <= registers, (kernel.name, took)
-        assert took.shared <= shared, (kernel.name, took)
+    for name, took in compiled(target, launches):
+        assert took.spills == 0, (name, took)
+        assert took.registers <= registers, (name, took)
+        assert took.shared <= shared, (name, took)
+
+
+# Of a whole token, the compiler loads the addresses of later layers' arrays ahead of their use.
+MANY = pytest.mark.xfail(reason="62 scalar registers are kept in vector registers", strict=True)
+
+
+@compiles
+@pytest.mark.parametrize(
+    "launches", ["fused", "layer", "of eight", pytest.param("token", marks=MANY)]
+)
+def test_scalar_registers_suffice(compiled, launches):
+    for name, took in compiled("gfx942", launches):
+        assert took.scalars == 0, (name, took)
