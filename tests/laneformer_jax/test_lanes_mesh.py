@@ -186,7 +186,8 @@ def replica_group_size(text):
     explicit = re.search(r"replica_groups=\{\{([\d,]+)\}", text)
     if explicit:
         return len(explicit[1].split(","))
-    by_axes = re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", text)  # as XLA of JAX 0.12 writes it
+    # As XLA of JAX 0.12 writes it.
+    by_axes = re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", text)
     if by_axes:
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", by_axes[1]))
         return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", by_axes[2]))
