@@ -153,7 +153,7 @@ class SchedulePoint:
             raise ValueError(f"tokens = {self.tokens}: must be at least 0")
         for name, weight in self.weights.items():
             if not (math.isfinite(weight) and weight >= 0):
-                raise ValueError(f"weights.{name} = {weight}: must be at least 0")
+                raise ValueError(f"weights.{name} = {weight}: must be a finite number, at least 0")
         if sum(self.weights.values()) <= 0:
             raise ValueError("weights: at least one must be above 0")
 

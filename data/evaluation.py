@@ -53,13 +53,22 @@ def build_eval_dataset(
     for name in sources or ():
         if name not in config.sources:
             hint = nearest(name, config.sources)
-            raise UserError(f"eval source {name!r}: not in the mixture{hint}")
+            names = ", ".join(config.sources)
+            raise UserError(
+                f"eval.sources: {name!r} is not in the mixture{hint}; its sources: {names}"
+            )
     chosen = {
         name: source
         for name, source in config.sources.items()
         if source.heldout > 0 and (sources is None or name in sources)
     }
     if not chosen:
+        holding = [name for name, source in config.sources.items() if source.heldout > 0]
+        if holding:
+            raise UserError(
+                f"eval.sources = {sources}: none of them holds documents out; {', '.join(holding)}"
+                " of the mixture does"
+            )
         raise UserError(
             "evaluation: no source holds documents out; give one a `heldout`, such as 0.02"
         )

@@ -9,6 +9,7 @@ import re
 import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import laneformer_jax
@@ -68,6 +69,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **{**kwargs, "allow_abbrev": False})
+        # An empty name, of a shell variable that is not set say, would be the current folder.
+        self.register("type", Path, _path)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         # Overridden because this is where each nested parser still knows its own options.
@@ -83,6 +86,12 @@ class Parser(argparse.ArgumentParser):
         if choice:
             message += nearest(choice[1], re.findall(r"[^\s,']+", choice[2]))
         raise UserError(f"{message}; see `{self.prog} --help`")
+
+
+def _path(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("must name a file or folder, is empty")
+    return Path(text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -193,6 +193,7 @@ _PLAIN_WORDS = {
     "dict_type": "must be a mapping",
     "list_type": "must be a list",
     "tuple_type": "must be a list",
+    "int_parsing_size": "is too large",
 }
 
 
@@ -209,7 +210,11 @@ def _build(cls: Any, data: Any, source: str, given: Mapping[str, str]) -> Any:
     except pydantic.ValidationError as error:
         # A misspelt field often leaves another one missing: tell the cause first.
         errors = sorted(error.errors(include_url=False), key=lambda e: e["type"] == "missing")
-        found = [_explain(cls, data, e, source, given) for e in errors]
+        found = [
+            _located(path, "must be a number", source, given, value)
+            for path, value in _bools_in(data)
+            if _is_number(cls, data, path)  # which may be why the rest does not fit together
+        ] or [_explain(cls, data, e, source, given) for e in errors]
     else:
         found = [
             _located(path, "must be a number", source, given, value)
@@ -249,10 +254,11 @@ def _own_error(
     """An error that a dataclass raised itself: a field it names first becomes part of the path."""
     if path:
         text = text.removeprefix(f"{path[-1]}.")
-    first = re.match(r"\w+", text)
-    if first and any(first[0] in _hints(c) for c in here):
+    named = re.match(r"\w+(\.\w+)*", text)
+    parts = named[0].split(".") if named else [""]
+    if any(parts[0] in _hints(c) for c in here):
         prefix = "".join(f"{part}." for part in path)
-        return f"{_source((*path, first[0]), source, given)}{prefix}{text}"
+        return f"{_source((*path, *parts), source, given)}{prefix}{text}"
     return _located(path, text, source, given)
 
 
@@ -296,6 +302,25 @@ def _holds(data: Any, part: str | int) -> bool:
     if isinstance(data, list):
         return isinstance(part, int) and part < len(data)
     return isinstance(data, Mapping) and part in data
+
+
+def _bools_in(data: Any, path: _Location = ()) -> list[tuple[_Location, bool]]:
+    if isinstance(data, bool):
+        return [(path, data)]
+    pairs: Iterable[tuple[Any, Any]] = ()
+    if isinstance(data, Mapping):
+        pairs = data.items()
+    elif isinstance(data, list):
+        pairs = enumerate(data)
+    return [found for k, v in pairs for found in _bools_in(v, (*path, k))]
+
+
+def _is_number(cls: Any, data: Any, path: _Location) -> bool:
+    """Whether the field at `path` takes numbers, and neither a bool nor anything."""
+    _, here = _resolve(cls, data, path[:-1])
+    hints = [_hints(c)[path[-1]] for c in here if path and path[-1] in _hints(c)]
+    kinds = {kind for hint in hints for kind in (hint, *typing.get_args(hint))}
+    return bool(kinds & {int, float}) and not kinds & {bool, Any}
 
 
 def _bools_as_numbers(data: Any, built: Any, path: _Location) -> list[tuple[_Location, bool]]:

@@ -66,7 +66,12 @@ def run(args: argparse.Namespace) -> int:
     from laneformer_jax import settings
     from train.config import RunConfig
 
-    config = settings.load(RunConfig, settings.find_config(args.config), args.overrides)
+    overrides = args.overrides
+    if (
+        args.dry_run
+    ):  # which reads no text: the recipes that are given their tokenizer need none here
+        overrides = ["tokenizer=unread", *overrides]
+    config = settings.load(RunConfig, settings.find_config(args.config), overrides)
     if args.dry_run:
         return _dry_run(config, args.devices, args.hardware)
     if args.out is None:

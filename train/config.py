@@ -10,6 +10,8 @@ from data import DataConfig
 from laneformer_jax.config import LaneformerConfig
 from laneformer_jax.presets import preset
 
+_MOST_STEPS = 2**31 - 1  # updates are counted in int32, on the devices and in optax
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -64,6 +66,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         _positive(self, "steps", "batch_size", "seq_len", "accumulate")
+        if self.steps > _MOST_STEPS:
+            raise ValueError(f"steps = {self.steps}: must be at most {_MOST_STEPS}")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed = {self.seed}: must be from 0 to 2**32 - 1")
         if self.batch_size % self.accumulate:
@@ -114,7 +118,9 @@ class OptimizerConfig:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be at least 0 and below 1")
         for name in ("weight_decay", "z_loss"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
-                raise ValueError(f"{name} = {getattr(self, name)}: must be at least 0")
+                raise ValueError(
+                    f"{name} = {getattr(self, name)}: must be a finite number, at least 0"
+                )
         if self.skip_spikes is not None and not self.skip_spikes > 1:
             raise ValueError(f"skip_spikes = {self.skip_spikes}: must be above 1")
         _positive(self, "stop_after_skips")
@@ -299,12 +305,12 @@ class RunConfig:
             raise ValueError("model: leave it out with init_from, whose checkpoint says what it is")
         if self.tokenizer is None and self.init_from is None:
             raise ValueError("tokenizer: required without init_from; a file or folder")
-        rows = self.train.batch_size // self.train.accumulate
-        if rows % (self.mesh.data * self.mesh.fsdp):
+        parts = self.train.accumulate * self.mesh.data * self.mesh.fsdp
+        if self.train.batch_size % parts:
             raise ValueError(
                 f"train.batch_size = {self.train.batch_size}: cut into {self.train.accumulate}"
                 f" microbatches it must be divisible by mesh.data {self.mesh.data} × mesh.fsdp"
-                f" {self.mesh.fsdp}"
+                f" {self.mesh.fsdp}; the nearest is {nearest_multiple(self.train.batch_size, parts)}"
             )
         warmup = self.schedule.warmup(self.train.batch_size * self.train.seq_len)
         planned = warmup + self.schedule.decay_steps
@@ -313,6 +319,11 @@ class RunConfig:
                 f"schedule: warm-up and decay_steps = {planned} exceed"
                 f" train.steps {self.train.steps}"
             )
+
+
+def nearest_multiple(value: int, of: int) -> int:
+    """The multiple of `of`, from `of` itself, that is nearest to `value`."""
+    return of * max(1, round(value / of))
 
 
 def _positive(config: Any, *names: str) -> None:

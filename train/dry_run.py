@@ -18,13 +18,15 @@ import jax
 import jax.numpy as jnp
 
 from laneformer_jax import costs
+from laneformer_jax.config import LaneformerConfig
 from laneformer_jax.errors import UserError
 from laneformer_jax.hardware import Device
 from laneformer_jax.loss import LOGIT_BYTES
 from laneformer_jax.sharding import DATA, FSDP, LANE, ROWS, check_mesh, make_mesh
 from laneformer_jax.topology import absent_mesh, target_config
-from train.config import MeshConfig, RunConfig
+from train.config import MeshConfig, RunConfig, nearest_multiple
 from train.optimizer import make_optimizer, schedule
+from train.setup import find_start
 from train.step import Plan, TrainState, make_train_step, state_shardings
 
 _GB = 1e9
@@ -78,7 +80,8 @@ def choose_mesh(mesh: MeshConfig, devices: int) -> MeshConfig:
     if devices % copy:
         raise UserError(
             f"mesh: fsdp {mesh.fsdp} × lane {mesh.lane} is {copy} devices, which must divide"
-            f" --devices {devices}"
+            f" --devices {devices}; name another, such as"
+            f" 'mesh={{data: 1, fsdp: {devices}, lane: 1}}'"
         )
     return MeshConfig(devices // copy, mesh.fsdp, mesh.lane)
 
@@ -111,18 +114,15 @@ def compile_step(config: RunConfig, devices: int, device: Device) -> Compiled:
     Raises:
         UserError: the mesh has another size, or rows cannot be shared among the devices.
     """
-    if config.model is None:
-        raise UserError(
-            "--dry-run: needs a `model`; a run with init_from has the same as its start"
-        )
-    sizes, model = config.train, config.model.build()
+    sizes, model = config.train, _model(config)
     sides = choose_mesh(config.mesh, devices)
     accumulate = sizes.accumulate * max(1, config.mesh.data // sides.data)
     parts = accumulate * sides.data * sides.fsdp
     if sizes.batch_size % parts:
         raise UserError(
             f"train.batch_size = {sizes.batch_size}: must be divisible by accumulate {accumulate} ×"
-            f" data {sides.data} × fsdp {sides.fsdp}"
+            f" data {sides.data} × fsdp {sides.fsdp}; the nearest is"
+            f" {nearest_multiple(sizes.batch_size, parts)}"
         )
     sizes = replace(sizes, accumulate=accumulate)
     config = replace(config, train=sizes, mesh=sides)
@@ -167,6 +167,21 @@ def compile_step(config: RunConfig, devices: int, device: Device) -> Compiled:
     executable = lowered.compile(None if target is None else {"xla_gpu_autotune_level": 0})
     seconds = time.perf_counter() - began
     return Compiled(config, plan, state, executable, target is not None, seconds)
+
+
+def _model(config: RunConfig) -> LaneformerConfig:
+    """The model of the config, or of what the run starts from. Raises UserError."""
+    if config.model is not None:
+        return config.model.build()
+    try:
+        start = find_start(config, None)
+    except UserError as error:
+        raise UserError(
+            f"{error}; --dry-run reads the model's sizes there, or takes those of a preset:"
+            " init_from=null model.preset=laneformer-2b"
+        ) from None
+    assert start is not None  # RunConfig requires one of the two
+    return start.config
 
 
 def dry_run(config: RunConfig, devices: int, device: Device) -> Report:

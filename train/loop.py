@@ -90,6 +90,8 @@ def train(
         try:
             with leaving_on_errors():
                 with processes.agreed():
+                    if out.exists() and not out.is_dir():
+                        raise UserError(f"--out: {out} is a file; the run needs a folder")
                     if processes.first:
                         out.mkdir(parents=True, exist_ok=True)
                         stack.enter_context(_claimed(out))

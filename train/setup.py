@@ -25,7 +25,7 @@ from laneformer_jax.remat import check_remat
 from laneformer_jax.sharding import check_mesh, make_mesh
 from laneformer_jax.tokenizer import Tokenizer
 from train.batches import BatchIterator
-from train.config import RunConfig
+from train.config import OptimizerConfig, RunConfig
 from train.metrics import check_sinks
 from train.optimizer import make_optimizer, schedule
 from train.processes import Processes, row_share
@@ -137,10 +137,11 @@ def _newest(checkpoints: TrainingCheckpoints, processes: Processes) -> Path | No
 def _open(config: RunConfig, resumed: Path | None) -> _Found:
     check_sinks(config.log)
     sizes = config.train
-    start = _find_start(config, resumed)
+    start = find_start(config, resumed)
     model = _model_config(config, start)
     if resumed is not None:
         _check_model(resumed, model)
+        _check_optimizer(resumed, config.optimizer)
     if sizes.seq_len > model.max_position_embeddings:
         raise UserError(
             f"train.seq_len = {sizes.seq_len}: exceeds the model's max_position_embeddings"
@@ -185,7 +186,7 @@ class _Start:
     config: LaneformerConfig
 
 
-def _find_start(config: RunConfig, resumed: Path | None) -> _Start | None:
+def find_start(config: RunConfig, resumed: Path | None) -> _Start | None:
     """None for a new model. A run that resumes no longer needs its `init_from`."""
     path = config.init_from
     if resumed is not None:
@@ -297,6 +298,21 @@ def _check_model(folder: Path, model: LaneformerConfig) -> None:
     changed = _changes(native.read_config(folder).to_dict(), model.to_dict())
     if changed:
         raise UserError(f"{folder}: belongs to another model ({changed})")
+
+
+def _check_optimizer(folder: Path, now: OptimizerConfig) -> None:
+    """Raises UserError when the optimizer's state in `folder` is not of the form that `now` needs."""
+    then = native.read_metadata(folder)["run"]["optimizer"]
+    held = ("name", then.get("name"), now.name), ("ema", then.get("ema"), now.ema)
+    for field, before, after in held:
+        # Of a running mean only the decay may change.
+        if before != after and (field == "name" or None in (before, after)):
+            told = "null" if before is None else before
+            raise UserError(
+                f"optimizer.{field} = {after}: the state in {folder} is that of {field} {told}; go on"
+                f" with optimizer.{field}={told}, or begin a run in another folder from its"
+                f" parameters: init_from={folder}"
+            )
 
 
 def _tell_changes(config: RunConfig, restored: Restored) -> None:

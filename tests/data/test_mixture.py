@@ -132,7 +132,10 @@ def test_a_source_with_no_share_left_is_not_read():
     ("schedule", "found"),
     [
         ([{"tokens": 0, "weights": {"b": 1}}], r"schedule.0.weights.b: no such source"),
-        ([{"tokens": 0, "weights": {"a": -1}}], r"weights.a = -1.0: must be at least 0"),
+        (
+            [{"tokens": 0, "weights": {"a": -1}}],
+            r"weights.a = -1.0: must be a finite number, at least 0",
+        ),
         ([{"tokens": 0, "weights": {"a": 0}}], r"weights: at least one must be above 0"),
         (
             [{"tokens": 5, "weights": {"a": 1}}, {"tokens": 5, "weights": {"a": 1}}],

@@ -459,7 +459,7 @@ def test_evaluation_needs_held_out_documents(mixed, held, tokenizer):
     with pytest.raises(UserError, match="no source holds documents out"):
         build_eval_dataset(config(mixed), tokenizer, seq_len=8, batch_size=1)
     with pytest.raises(
-        UserError, match=r"eval source 'txt': not in the mixture \(did you mean 'text'"
+        UserError, match=r"eval.sources: 'txt' is not in the mixture \(did you mean 'text'"
     ):
         build_eval_dataset(config(held), tokenizer, seq_len=8, batch_size=1, sources=["txt"])
 

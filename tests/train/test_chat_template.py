@@ -7,7 +7,7 @@ from laneformer_jax.checkpoint import convert, native
 from laneformer_jax.checkpoint.load import load_checkpoint
 from train import train
 from train.config import RunConfig
-from train.setup import _chat_template, _find_start
+from train.setup import _chat_template, find_start
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}> {{ m.content }}\n{% endfor %}"
 SMALL = dict(vocab_size=320, hidden_size=16, intermediate_size=16, num_hidden_layers=2)
@@ -37,7 +37,7 @@ def test_a_custom_template_reaches_checkpoint_export_and_the_next_phase(corpus, 
     for source in (tmp_path / "run", tmp_path / "out"):
         following = dict(model=None, tokenizer=None, init_from=str(source))
         config = config_of(corpus, **following)
-        assert _chat_template(config, _find_start(config, None)) == TEMPLATE
+        assert _chat_template(config, find_start(config, None)) == TEMPLATE
         # Here the data is rendered with Laneformer's own, for want of another.
         config = config_of(corpus, **following, phase="sft")
-        assert _chat_template(config, _find_start(config, None)) is None
+        assert _chat_template(config, find_start(config, None)) is None
