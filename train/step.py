@@ -169,6 +169,8 @@ def _head_weights(
     weights = {path: x for path, x in params.items() if path.startswith("lm_head.")}
     (path,) = weights
     split = config.lm_head_type != "lane" and LANE in specs[path]
+    if config.lm_head_type == "vocab_parallel" and mesh is not None:
+        split = True  # over one device too: what its lanes make is not known to be equal elsewhere
     return weights, config.vocab_size // (parts if split else 1), LANE if split else None
 
 

@@ -70,7 +70,10 @@ def test_chunks_give_the_plain_paths_numbers(window, packed, padded):
     read = np.ones((B, S), bool) if seen.key_valid_BS is None else seen.key_valid_BS
     np.testing.assert_allclose(got[0][:, read], want[0][:, read], atol=2e-6)
     for a, b in zip(got[1:], want[1:], strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-6 * np.abs(b).max())
+        # A query that sees one key has no gradient: what is left is the round-off of terms as large as
+        # the values' gradient, which cancel.
+        scale = np.abs(want[3] if window == 1 else b).max()
+        np.testing.assert_allclose(a, b, atol=2e-6 * scale)
 
 
 def test_keys_outside_the_window_are_not_touched():

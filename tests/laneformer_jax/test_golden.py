@@ -8,6 +8,7 @@ The committed folder also takes the default arguments.
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from goldens import BFLOAT16, COMMITTED, FLOAT32, golden_of
@@ -16,7 +17,7 @@ from parity import greatest_error, library_model, run
 from safetensors.numpy import load_file
 
 from decode import generate
-from laneformer_jax import Laneformer
+from laneformer_jax import Laneformer, norms
 
 ATOL = 1e-4
 OTHERS_QUICK = ("l2_d3_lanehead", "l4_d1_vocab_parallel", "l4_unclamped", "l8_d2_noearly")
@@ -153,14 +154,24 @@ def test_bfloat16(request):
 
 
 @pytest.mark.slow
-def test_bfloat16_rounds_where_the_reference_does(request):
+def test_bfloat16_rounds_where_the_reference_does(request, monkeypatch):
     """Operation by operation, without the compiler's fusions, the streams come out bit for bit.
 
+    The reference takes the first norm of every lane's stream, the library once of the one that all lanes
+    share, where the CPU adds up the squares in another order; three of 10,000 values come out one bit
+    higher or lower, and a quarter of the streams does at the end. Here the order is the reference's.
     Nine tenths are asked for, because another machine may add up a matrix product in another order.
     A wrong order of the roundings in the delayed sum alone leaves half of layer 2 and a fifth at the end.
     """
     golden = golden_of(request, BFLOAT16)
     model = Laneformer.from_pretrained(golden.folder)
+    of_every_lane = norms.inverse_rms
+
+    def inverse_rms(x, eps):
+        lanes = (model.config.num_lanes, *x.shape[1:])
+        return of_every_lane(jnp.broadcast_to(x, lanes), eps)[: x.shape[0]]
+
+    monkeypatch.setattr(norms, "inverse_rms", inverse_rms)
     with jax.disable_jit():
         _, hidden = model(golden.want["input_ids"], return_hidden=True)
     equal = np.asarray(hidden, np.float32) == golden.want["hidden_states"]

@@ -59,9 +59,18 @@ class Run:
             time.sleep(0.002)
 
     def wait_for_step(self, step: int) -> None:
-        """Until this process, not the one before it, has logged the step."""
-        self.wait(lambda: self._inode() != self._earlier)
-        self.wait(lambda: any(r["step"] >= step for r in read_jsonl(self.metrics)))
+        self.wait(lambda: self.logged(step))
+
+    def wait_for_seconds(self, seconds: float, unless_step: int) -> None:
+        """Not beyond a step, so that a fast machine is not through before."""
+        until = time.monotonic() + seconds
+        self.wait(lambda: time.monotonic() > until or self.logged(unless_step))
+
+    def logged(self, step: int) -> bool:
+        """Whether this process, not the one before it, has logged the step."""
+        if self._inode() == self._earlier:
+            return False
+        return any(r["step"] >= step for r in read_jsonl(self.metrics))
 
     def _inode(self) -> int | None:
         return self.metrics.stat().st_ino if self.metrics.exists() else None
@@ -133,7 +142,7 @@ def test_ten_kills_and_a_second_resume_change_nothing(corpus, tmp_path):
     for i in range(10):
         run = Run(corpus, out, steps)
         if i in (3, 7):  # while it starts, compiles or restores
-            time.sleep(rng.random() * 15)
+            run.wait_for_seconds(rng.random() * 15, unless_step=11 * i)
         else:
             run.wait_for_step(rng.randint(1, 11) + 11 * i)
             time.sleep(rng.random() * 0.2)

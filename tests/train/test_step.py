@@ -135,7 +135,7 @@ def assert_same_update(plan: Plan, batch: dict[str, np.ndarray], other: Plan) ->
 
 MESHES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2), (1, 4, 2), (2, 1, 4), (1, 2, 4), (4, 2, 1)]
 QUICK = [("replicate", mesh) for mesh in ((1, 8, 1), (1, 1, 8), (2, 2, 2))]
-QUICK += [("tied", (1, 2, 4))]
+QUICK += [("tied", (1, 2, 4)), ("vocab_parallel", (1, 8, 1))]
 
 
 @pytest.mark.parametrize(
