@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from data.evaluation import build_eval_dataset
     from data.packing import Batch
     from data.pipeline import build_dataset, closing, training_texts
+    from data.processes import kill_workers
     from data.state import counts, merge_states
 
 _HOME = {
@@ -27,6 +28,7 @@ _HOME = {
     "build_eval_dataset": "data.evaluation",
     "closing": "data.pipeline",
     "counts": "data.state",
+    "kill_workers": "data.processes",
     "merge_states": "data.state",
     "training_texts": "data.pipeline",
 }
@@ -39,6 +41,7 @@ __all__ = [
     "build_eval_dataset",
     "closing",
     "counts",
+    "kill_workers",
     "merge_states",
     "training_texts",
 ]

@@ -24,6 +24,7 @@ from typing import Any
 from laneformer_jax.errors import UserError
 
 _PATIENCE_S = 5
+_NAME = "laneformer-data"
 
 
 class Processes:
@@ -65,6 +66,13 @@ class Processes:
         self._workers = []
 
 
+def kill_workers() -> None:
+    """Kill all that work for this process, whatever they wait for; who waits for them gets a UserError."""
+    for child in multiprocessing.active_children():
+        if child.name == _NAME:
+            child.kill()
+
+
 def _stop(workers: Iterable[_Worker]) -> None:
     for worker in workers:
         worker.process.terminate()
@@ -78,7 +86,7 @@ class _Worker:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self.process = context.Process(
-            target=_work, args=(theirs, function), daemon=True, name="laneformer-data"
+            target=_work, args=(theirs, function), daemon=True, name=_NAME
         )
         self.process.start()
         theirs.close()

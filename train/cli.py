@@ -11,6 +11,9 @@ On several hosts start the same command on each (`docs/multihost.md`).
 from __future__ import annotations
 
 import argparse
+import os
+import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +21,8 @@ from laneformer_jax.errors import UserError
 
 if TYPE_CHECKING:
     from train.config import RunConfig
+
+_LEAVE_S = 10.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,12 +92,25 @@ def run(args: argparse.Namespace) -> int:
     from train.loop import train
 
     result = train(config, args.out, args.resume, args.restart_data, args.profile)
+    if result.exit_code:
+        _leave_in(_LEAVE_S, result.exit_code)
     if result.exit_code == 0 and first:
         shown = "" if result.loss is None else f", loss {result.loss:.4f}"
         if result.eval_loss is not None:
             shown += f", held-out loss {result.eval_loss:.4f}"
         print(f"{config.phase}: {result.step} steps{shown}; {args.out}")
     return result.exit_code
+
+
+def _leave_in(seconds: float, code: int) -> None:
+    """At the end of Python, do not wait longer for threads of libraries, which may wait for data."""
+
+    def leave() -> None:
+        threading.main_thread().join()
+        time.sleep(seconds)
+        os._exit(code)
+
+    threading.Thread(target=leave, daemon=True).start()
 
 
 def _dry_run(config: RunConfig, devices: int, hardware: str) -> int:

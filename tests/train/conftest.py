@@ -4,6 +4,7 @@ import json
 import random
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -53,3 +54,22 @@ def own_mounts() -> list[str]:
     if shutil.which("unshare") is None or subprocess.run(probe, capture_output=True).returncode:
         pytest.skip("needs unshare, and a kernel that lets it mount a tmpfs")
     return command
+
+
+@pytest.fixture(scope="session")
+def workers_of() -> Callable[[int], list[int]]:
+    """The data workers of a process: children that Python spawned."""
+
+    def found(pid: int) -> list[int]:
+        workers = []
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                parent = int(path.read_text().rpartition(")")[2].split()[1])
+                words = path.with_name("cmdline").read_text()
+            except OSError:
+                continue  # it has just ended
+            if parent == pid and "spawn_main" in words:
+                workers.append(int(path.parent.name))
+        return workers
+
+    return found

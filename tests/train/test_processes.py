@@ -160,6 +160,25 @@ def test_what_one_process_lacks_ends_all(corpus, tmp_path):
     assert not out.exists()
 
 
+@pytest.mark.slow
+def test_data_that_one_process_waits_for_in_vain(corpus, workers_of, tmp_path):
+    """What the launcher ends, all of it, is saved and over in seconds."""
+    out = tmp_path / "out"
+    run = Run(corpus, out, 100_000, own={1: ["data.num_workers=1"]})
+    run.wait_for_step(5)
+    (worker,) = workers_of(run.processes[1].pid)
+    os.kill(worker, signal.SIGSTOP)
+    time.sleep(10)  # what was ready is used up
+    for process in run.processes:
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    assert run.end() == [143, 143], run.output(0) + run.output(1)
+    assert time.monotonic() - began < 40
+    reached = max(step for step, _ in results(out))
+    assert f"saved step {reached} in {out}" in run.output(0)
+
+
 READ_ONLY = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"'
 
 

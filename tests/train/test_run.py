@@ -127,6 +127,8 @@ def test_the_interval_and_the_last_step_are_logged(finished, corpus):
     assert [r["step"] for r in records if "eval_loss" in r] == [4, 5]
     # Peak 0.01 from update 2 on; the last two updates fall to a tenth.
     np.testing.assert_allclose([r["lr"] for r in updates], [0.01, 0.0055, 0.001], rtol=1e-6)
+    # wandb keeps names that begin so for itself, and leaves such metrics out of its charts.
+    assert not [name for r in records for name in r if name.startswith("_")]
     for r in updates:
         assert r["tokens"] == r["step"] * 4 * 16
         assert r["perplexity"] == pytest.approx(np.exp(r["loss"]))
