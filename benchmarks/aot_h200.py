@@ -162,7 +162,7 @@ def read(sequence: str) -> Launched:
             continue
         if kind[1] in KERNELS:
             kernels += 1
-            name = re.search(r"\] (\S+)", line)
+            name = re.search(r"\] (?:kernel=)?([^\s,]+)", line)
             assert name is not None, line
             names["copy" if kind[1] == "kCopy" else re.sub(r"[_.\d]+$", "", name[1])] += 1
         elif kind[1] in REDUCES and not inside:

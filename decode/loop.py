@@ -290,11 +290,19 @@ def _draw(
     at_B = jnp.where(alive_B, out.count_B, plan.room)  # beyond the end: dropped
     index = (row_B, at_B)
     out = out._replace(
-        tokens_Bt=out.tokens_Bt.at[index].set(token_B, mode="drop"),
+        # One kernel on a GPU, where a scatter is three.
+        tokens_Bt=jnp.where(
+            jnp.arange(plan.room) == at_B[:, None], token_B[:, None], out.tokens_Bt
+        ),
         count_B=out.count_B + alive_B,
-        proposed=out.proposed + jnp.sum(alive_B & (draft_B != speculate.NONE), dtype=jnp.int32),
-        accepted=out.accepted + jnp.sum(alive_B & (draft_B == token_B), dtype=jnp.int32),
     )
+    if plan.draft:
+        proposed_B = alive_B & (draft_B != speculate.NONE)
+        accepted_B = alive_B & (draft_B == token_B)
+        out = out._replace(
+            proposed=out.proposed + jnp.sum(proposed_B, dtype=jnp.int32),
+            accepted=out.accepted + jnp.sum(accepted_B, dtype=jnp.int32),
+        )
     if plan.logits:
         out = out._replace(logits_BtV=out.logits_BtV.at[index].set(raw_Bv, mode="drop"))
     if filters.logprobs is not None:

@@ -20,7 +20,7 @@ STEP = """\
 002: kCopy         [source       | next=004 (3)] kCopy
 003: kAsyncStart   [prev=002 (1) | next=031 (19)] stream=communication_stream[0], async_id=3
     004: kAllReduce [source | sink] kAllReduce
-005: kCustomKernel [prev=001 (3) | next=006 (1) ] norm_gate_up grid: [384, 1, 1]
+005: kCustomKernel [prev=001 (3) | next=006 (1) ] kernel=norm_gate_up, grid: [384, 1, 1]
 006: kCustomKernel [prev=005 (1) | next=007 (1) ] mlp_down__1 grid: [384, 1, 1]
 007: kAsyncDone    [source       | sink         ] async_id=3
 008: kAllReduce    [prev=006 (1) | sink         ] kAllReduce
@@ -49,8 +49,7 @@ def test_delayed_sums_run_beside_kernels(kernels, most, loop):
     """The 2B model with a lane on each of eight H200s: 26 delayed sums, then the lane mean and the
     exchange of the likeliest token."""
     row = aot.run(aot.Case(kernels, 8, loop=loop))
-    bookkeeping = 12 if loop else 0  # of the engine, in kernels of a few numbers
-    assert row["kernel_launches"] <= most + bookkeeping
+    assert row["kernel_launches"] <= most  # with the engine's own bookkeeping
     assert row["all_reduces"] == 28
     assert all(row["in_flight"][:26])
     assert row["launches"].get("copy", 0) <= 2 * loop  # of a few numbers
