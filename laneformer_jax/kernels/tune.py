@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 # Of a launch; whatever does not divide a size is cut down to what does.
 ROWS, COLUMNS, WARPS = (2, 4, 8, 16, 32), (128, 256, 512, 1024), (2, 4, 8)
 SPLITS, KEYS, STAGES = (8, 16, 32, 64), (32, 64, 128), (1, 2, 3)
-SPARE = 4  # multiprocessors that whole layers leave to others, such as a collective
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         args.context,
         # Each further stage of a program that stays fails to compile on AMD.
         stages=STAGES if tuning.family(device) == "sm_90" else STAGES[:1],
-        most_programs=max(1, int(device.core_count) - SPARE),
+        most_programs=max(1, int(device.core_count) - tuning.SPARE),
     )
     found = tune(at, base)
     path = args.out or tuning.tuned_path(device)

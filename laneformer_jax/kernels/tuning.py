@@ -8,14 +8,26 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 from laneformer_jax import settings
+from laneformer_jax.errors import UserError
 
 SHIPPED = ("sm_90", "gfx942")
+SPARE = 4  # multiprocessors that whole layers leave to others, such as a collective
+
+
+def _at_least_1(name: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"{name} = {value}: must be at least 1")
+
+
+def _power_of_two(name: str, value: int) -> None:
+    if value < 1 or value & (value - 1):
+        raise ValueError(f"{name} = {value}: must be a power of two")
 
 
 @dataclass(frozen=True)
@@ -24,6 +36,10 @@ class Launch:
 
     warps: int = 4
     stages: int = 1
+
+    def __post_init__(self) -> None:
+        _power_of_two("warps", self.warps)
+        _at_least_1("stages", self.stages)
 
 
 @dataclass(frozen=True)
@@ -34,6 +50,10 @@ class Rows:
     columns: int
     launch: Launch = Launch()
 
+    def __post_init__(self) -> None:
+        _power_of_two("rows", self.rows)
+        _power_of_two("columns", self.columns)
+
 
 @dataclass(frozen=True)
 class Keys:
@@ -43,6 +63,10 @@ class Keys:
     keys: int
     launch: Launch = Launch()
 
+    def __post_init__(self) -> None:
+        _at_least_1("splits", self.splits)
+        _power_of_two("keys", self.keys)
+
 
 @dataclass(frozen=True)
 class Programs:
@@ -51,6 +75,9 @@ class Programs:
 
     count: int
     launch: Launch = Launch()
+
+    def __post_init__(self) -> None:
+        _at_least_1("count", self.count)
 
 
 @dataclass(frozen=True)
@@ -108,14 +135,28 @@ def tuned_path(device: Any) -> Path:
 def for_device(device: Any) -> Tuning | None:
     """The table of a JAX device: what was tuned for its kind, else what is shipped for its family.
 
+    Programs that wait for each other must all be on the GPU at once. A smaller one of a family, such as an
+    A100 or an MI300A, gets as many of them as it has multiprocessors, less `SPARE`.
+
     Raises:
-        UserError: a tuned table that is not one.
+        UserError: a tuned table that is not one, or has more programs than multiprocessors.
     """
     name = family(device)
     if name is None:
         return None
     tuned = tuned_path(device)
-    return settings.load(Tuning, tuned) if tuned.exists() else shipped(name)
+    processors = int(device.core_count)
+    if not tuned.exists():
+        table = shipped(name)
+        count = min(table.layer.count, max(1, processors - SPARE))
+        return replace(table, layer=replace(table.layer, count=count))
+    table = settings.load(Tuning, tuned)
+    if table.layer.count > processors:
+        raise UserError(
+            f"{tuned}: layer.count: {table.layer.count} programs that wait for each other must be at"
+            f" most the {processors} multiprocessors of this {device.device_kind}"
+        )
+    return table
 
 
 def block(size: int, limit: int) -> int:

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,13 +16,18 @@ from laneformer_jax.presets import preset
 CONFIG = preset("laneformer-2b")
 
 
-def device(platform, kind, capability=None):
-    return SimpleNamespace(platform=platform, device_kind=kind, compute_capability=capability)
+def device(platform, kind, capability=None, processors=0):
+    return SimpleNamespace(
+        platform=platform,
+        device_kind=kind,
+        compute_capability=capability,
+        core_count=processors,
+    )
 
 
 CPU = device("cpu", "cpu")
-H200 = device("gpu", "NVIDIA H200", "9.0")
-MI300X = device("gpu", "AMD Instinct MI300X", "gfx942:sramecc+:xnack-")
+H200 = device("gpu", "NVIDIA H200", "9.0", 132)
+MI300X = device("gpu", "AMD Instinct MI300X", "gfx942:sramecc+:xnack-", 304)
 T4 = device("gpu", "Tesla T4", "7.5")
 MI250 = device("gpu", "AMD Instinct MI250X", "gfx90a")
 
@@ -67,6 +73,40 @@ def test_a_tuned_table_that_is_none_is_one_line():
     path.write_text("qkv: {rows: 8, columns: 1024}\nqvk: {}\n")
     with pytest.raises(UserError, match=r"nvidia-h200\.yaml.*qvk"):
         choose("auto", CONFIG, H200)
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("qkv: {rows: 48, columns: 1024}", "qkv.rows = 48: must be a power of two"),
+        ("head: {rows: 8, columns: 0}", "head.columns = 0: must be a power of two"),
+        ("attention: {splits: 0, keys: 64}", "attention.splits = 0: must be at least 1"),
+        ("out: {rows: 8, columns: 64, launch: {warps: 3}}", "warps = 3: must be a power of two"),
+        ("layer: {count: 133}", "layer.count: 133 .* at most the 132 multiprocessors"),
+    ],
+)
+def test_a_tuned_table_that_would_hang_or_give_wrong_sums_is_one_line(line, named):
+    shipped = Path(tuning.__file__).parent / "tables" / "sm_90.yaml"
+    lines = [x for x in shipped.read_text().splitlines() if x.split(":")[0] != line.split(":")[0]]
+    path = tuning.tuned_path(H200)
+    path.parent.mkdir(parents=True)
+    path.write_text("\n".join([*lines, line]))
+    with pytest.raises(UserError, match=named):
+        choose("auto", CONFIG, H200)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "programs"),
+    [
+        (H200, 128),
+        (MI300X, 296),
+        (device("gpu", "NVIDIA A100-SXM4-80GB", "8.0", 108), 104),
+        (device("gpu", "NVIDIA H200 MIG 1g.18gb", "9.0", 16), 12),
+        (device("gpu", "AMD Instinct MI300A", "gfx942", 228), 224),
+    ],
+)
+def test_programs_that_wait_for_each_other_are_on_the_gpu_at_once(gpu, programs):
+    assert tuning.for_device(gpu).layer.count == programs
 
 
 def test_auto_is_silent_where_nobody_expects_kernels(capsys):
