@@ -35,7 +35,8 @@ def _log_z_and_target(
     logits_BSV = logits_BSV.astype(jnp.float32)
     if vocab_axis is None:
         log_z_BS = jax.nn.logsumexp(logits_BSV, axis=-1)
-        picked_BS = jnp.take_along_axis(logits_BSV, targets_BS[..., None], axis=-1)[..., 0]
+        here_BSV = jnp.arange(logits_BSV.shape[-1]) == targets_BS[..., None]
+        picked_BS = jnp.sum(jnp.where(here_BSV, logits_BSV, 0.0), axis=-1)
         return log_z_BS - picked_BS, log_z_BS
     size = logits_BSV.shape[-1]
     local_BS = targets_BS - jax.lax.axis_index(vocab_axis) * size

@@ -95,8 +95,8 @@ def by_kernels(model, b, tuning, mesh=None, launches="fused"):
         out, state = run(params, w_VD, token, np.int32(position), state)
         logits.append(out.logits_V)
         tokens.append(int(out.token))
-    counters = [state.scratch] if launches == "fused" else state.scratch[-2:]
-    assert not any(counter.any() for counter in counters)
+    counters = state.scratch if launches == "fused" else state.scratch.counters
+    assert not counters.any()
     return np.asarray(jnp.stack(logits), np.float32), tokens
 
 
