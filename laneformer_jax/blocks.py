@@ -63,13 +63,13 @@ def _lane_product_backward(saved: Any, d_out_LBSO: jax.Array) -> tuple[jax.Array
     would otherwise write a transposed copy of one, wherever it can join that to what made the factor."""
     x_LBSI, weight_LOI = saved
     x_LTI, d_out_LTO = jax.lax.optimization_barrier((_flat(x_LBSI), _flat(d_out_LBSO)))
-    d_x_LTI = jnp.einsum("lto,loi->lti", d_out_LTO, weight_LOI)
+    d_x_LBSI = jnp.einsum("lto,loi->lti", d_out_LTO, weight_LOI).reshape(x_LBSI.shape)
     if x_LTI.shape[-1] >= d_out_LTO.shape[-1]:
-        return d_x_LTI.reshape(x_LBSI.shape), jnp.einsum("lto,lti->loi", d_out_LTO, x_LTI)
-    # Eigen's products, of jaxlib 0.10, are faster with the smaller factor transposed.
+        return d_x_LBSI, jnp.einsum("lto,lti->loi", d_out_LTO, x_LTI)
+    # Products of jaxlib 0.10 are faster with the smaller factor transposed; this barrier keeps XLA from
+    # turning one into the other.
     d_weight_LIO = jnp.einsum("lti,lto->lio", x_LTI, d_out_LTO)
-    d_weight_LIO = jax.lax.optimization_barrier(d_weight_LIO)
-    return d_x_LTI.reshape(x_LBSI.shape), d_weight_LIO.swapaxes(1, 2)
+    return d_x_LBSI, jax.lax.optimization_barrier(d_weight_LIO).swapaxes(1, 2)
 
 
 def _flat(x_LBSI: jax.Array) -> jax.Array:

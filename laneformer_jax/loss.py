@@ -35,19 +35,22 @@ def _log_z_and_target(
     logits_BSV = logits_BSV.astype(jnp.float32)
     if vocab_axis is None:
         log_z_BS = jax.nn.logsumexp(logits_BSV, axis=-1)
-        here_BSV = jnp.arange(logits_BSV.shape[-1]) == targets_BS[..., None]
-        picked_BS = jnp.sum(jnp.where(here_BSV, logits_BSV, 0.0), axis=-1)
-        return log_z_BS - picked_BS, log_z_BS
-    size = logits_BSV.shape[-1]
-    local_BS = targets_BS - jax.lax.axis_index(vocab_axis) * size
-    mine_BS = (local_BS >= 0) & (local_BS < size)
-    index_BS1 = jnp.clip(local_BS, 0, size - 1)[..., None]
-    picked_BS = jnp.take_along_axis(logits_BSV, index_BS1, axis=-1)[..., 0]
-    target_BS = jax.lax.psum(jnp.where(mine_BS, picked_BS, 0.0), vocab_axis)
+        return log_z_BS - _picked(logits_BSV, targets_BS), log_z_BS
+    local_BS = targets_BS - jax.lax.axis_index(vocab_axis) * logits_BSV.shape[-1]
+    target_BS = jax.lax.psum(_picked(logits_BSV, local_BS), vocab_axis)
     top_BS = jax.lax.pmax(jax.lax.stop_gradient(jnp.max(logits_BSV, axis=-1)), vocab_axis)
     sum_BS = jax.lax.psum(jnp.sum(jnp.exp(logits_BSV - top_BS[..., None]), axis=-1), vocab_axis)
     log_z_BS = jnp.log(sum_BS) + top_BS
     return log_z_BS - target_BS, log_z_BS
+
+
+def _picked(logits_BSV: jax.Array, ids_BS: jax.Array) -> jax.Array:
+    """The logit of each id, 0 where the id is none of these rows' [B,S].
+
+    By a sum: the gradient of a gather is scattered into zeros as large as all logits.
+    """
+    here_BSV = jnp.arange(logits_BSV.shape[-1]) == ids_BS[..., None]
+    return jnp.sum(jnp.where(here_BSV, logits_BSV, 0.0), axis=-1)
 
 
 def head_loss(
