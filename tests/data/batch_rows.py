@@ -1,16 +1,19 @@
-"""Reading batches back: their segments, and the documents those came from."""
+"""Making batches, and reading them back: their segments, and the documents those came from."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 
 import grain
 import numpy as np
 
+from data import DataConfig, closing
 from data.packing import batch_of, pack
+from laneformer_jax import settings
 
 
 def segments(batches: Iterable[dict]) -> Iterator[dict[str, np.ndarray]]:
@@ -86,3 +89,17 @@ def packed(examples, seq_len, method, bins=4, batch=2):
         for i in range(0, len(rows), batch)
     ]
     return [batch_of(s) for s in stacks]
+
+
+def config_of(sources, **fields):
+    """A mixture of `sources` that is read in this thread, unless `fields` say otherwise."""
+    plain = {"prefetch_batches": 0, "read_threads": 0}
+    return settings.from_dict(DataConfig, {"sources": sources, **plain, **fields})
+
+
+def take(dataset, n=None, state=None):
+    """`n` batches (all when None), and the state after them."""
+    with closing(dataset) as it:
+        if state is not None:
+            it.set_state(json.loads(json.dumps(state)))
+        return list(islice(it, n)), it.get_state()

@@ -69,6 +69,26 @@ def corpora(tmp_path_factory) -> Path:
     return root
 
 
+@pytest.fixture(scope="session")
+def mixed(corpora):
+    """Three sources of different kinds."""
+    return {
+        "code": {"kind": "text", "path": str(corpora / "code"), "pattern": "*.py", "weight": 0.5},
+        "text": {"kind": "jsonl", "path": str(corpora / "text.jsonl"), "weight": 0.3},
+        "chat": {
+            "kind": "jsonl",
+            "path": str(corpora / "chat.jsonl"),
+            "format": "messages",
+            "weight": 0.2,
+        },
+    }
+
+
+@pytest.fixture(scope="session")
+def held(mixed):
+    return {name: {**source, "heldout": 0.3} for name, source in mixed.items()}
+
+
 @pytest.fixture
 def hub(tmp_path, monkeypatch) -> Path:
     """A folder laid out as Hub datasets, the working directory: `acme/docs` with 3 + 1 files."""

@@ -1,10 +1,7 @@
 """Streamed datasets: exact resume, twice; every epoch complete; repeats left out."""
 
-import json
-from itertools import islice
-
 import pytest
-from batch_rows import names, same
+from batch_rows import names, same, take
 
 from data import DataConfig, build_dataset, build_eval_dataset, closing, counts, training_texts
 from data import streams as streams_module
@@ -25,13 +22,6 @@ def config(packing="best_fit", prefetch_batches=0, deduplicate=True, **fields):
         "deduplicate": deduplicate,
     }
     return settings.from_dict(DataConfig, data)
-
-
-def take(dataset, n=None, state=None):
-    with closing(dataset) as it:
-        if state is not None:
-            it.set_state(json.loads(json.dumps(state)))
-        return list(islice(it, n)), it.get_state()
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])

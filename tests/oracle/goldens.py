@@ -10,7 +10,7 @@ from pathlib import Path
 import ml_dtypes  # noqa: F401  (teaches numpy, and so safetensors, the name bfloat16)
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 COMMITTED = "l8_d2_replicate"
 FLOAT32 = (
@@ -45,8 +45,20 @@ def load_golden(folder: Path) -> Golden:
     )
 
 
+def committed() -> Golden:
+    return load_golden(Path(__file__).parents[1] / "golden" / COMMITTED)
+
+
+def write_folder(folder: Path, tensors: dict[str, np.ndarray], **config) -> Path:
+    """The committed folder's config, changed by `config`, with these tensors."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**committed().config, **config}))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
 def golden_of(request: pytest.FixtureRequest, name: str) -> Golden:
     """The committed folder always; the others through the `shared` fixture, which may skip."""
     if name == COMMITTED:
-        return load_golden(Path(__file__).parents[1] / "golden" / name)
+        return committed()
     return load_golden(request.getfixturevalue("shared") / "golden" / name)

@@ -2,12 +2,20 @@
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 
+import goldens
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from laneformer_jax.checkpoint import native, sources, verify
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A Hugging Face folder of the committed golden weights, all that `tmp_path` holds."""
+    return goldens.write_folder(tmp_path / "source", goldens.committed().weights)
 
 
 @pytest.fixture

@@ -78,7 +78,7 @@ def sharded(folder: Path, config: dict, tensors: dict[str, np.ndarray], shards: 
 
 
 def test_round_trip_of_a_sharded_set_with_its_tokenizer(tmp_path):
-    golden = goldens.load_golden(Path(__file__).parents[2] / "golden" / goldens.COMMITTED)
+    golden = goldens.committed()
     source = sharded(tmp_path / "source", golden.config, golden.weights, 3)
     (source / "tokenizer.model").write_bytes(b"any")
     (source / "chat_template.jinja").write_text("{{ messages }}")
@@ -97,7 +97,7 @@ def test_round_trip_of_a_sharded_set_with_its_tokenizer(tmp_path):
 
 
 def test_exported_shards_have_the_public_layout(tmp_path):
-    golden = goldens.load_golden(Path(__file__).parents[2] / "golden" / goldens.COMMITTED)
+    golden = goldens.committed()
     convert.import_lanes(golden.folder, tmp_path / "native")
     convert.export(tmp_path / "native", tmp_path / "out", shard_bytes=300_000)
     index = json.loads((tmp_path / "out" / INDEX).read_text())
@@ -124,7 +124,7 @@ def test_exported_shards_have_the_public_layout(tmp_path):
 
 
 def test_dtype_changes_on_the_way(tmp_path):
-    golden = goldens.load_golden(Path(__file__).parents[2] / "golden" / goldens.COMMITTED)
+    golden = goldens.committed()
     convert.import_lanes(golden.folder, tmp_path / "native", dtype="bfloat16")
     convert.export(tmp_path / "native", tmp_path / "bf16")
     convert.export(tmp_path / "native", tmp_path / "f32", dtype="float32")
@@ -139,7 +139,7 @@ def test_dtype_changes_on_the_way(tmp_path):
 
 
 def test_memory_used_again_holds_each_group_until_the_next(tmp_path):
-    golden = goldens.load_golden(Path(__file__).parents[2] / "golden" / goldens.COMMITTED)
+    golden = goldens.committed()
     convert.import_lanes(golden.folder, tmp_path / "native")
     for source in (LaneFolder(golden.folder), NativeCheckpoint(tmp_path / "native")):
         seen = []
@@ -170,7 +170,7 @@ def test_scratch_arrays_do_not_overlap(asked):
 
 
 def test_orbax_reads_the_plain_files_and_the_manifest_tells_them(tmp_path):
-    golden = goldens.load_golden(Path(__file__).parents[2] / "golden" / goldens.COMMITTED)
+    golden = goldens.committed()
     convert.import_lanes(golden.folder, tmp_path / "native", dtype="bfloat16")
     with ocp.PyTreeCheckpointer() as checkpointer:
         found = checkpointer.restore(tmp_path / "native" / "layer_002")

@@ -4,37 +4,22 @@ import json
 import os
 import pickle
 import shutil
-import signal
 import struct
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import goldens
 import numpy as np
 import pytest
+from goldens import write_folder
 from safetensors.numpy import save_file
 
 from laneformer_jax import Laneformer, cli
-from laneformer_jax.checkpoint import convert, manifest, native, workplace
+from laneformer_jax.checkpoint import convert, manifest, native
 from laneformer_jax.checkpoint.tensorfile import INDEX, SINGLE, TensorFolder, count_nonfinite
 from laneformer_jax.errors import UserError
 
-GOLDEN = goldens.load_golden(Path(__file__).parents[2] / "golden" / goldens.COMMITTED)
+GOLDEN = goldens.committed()
 WK = "model.layers.3.attention.wk.weight"
-
-
-def write(folder: Path, tensors: dict[str, np.ndarray], **config) -> Path:
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({**GOLDEN.config, **config}))
-    save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
-    return folder
-
-
-@pytest.fixture
-def folder(tmp_path) -> Path:
-    return write(tmp_path / "source", GOLDEN.weights)
 
 
 @pytest.fixture
@@ -139,7 +124,7 @@ def test_empty_and_eight_bit_tensors_are_named(tmp_path, capsys):
         ("f8", GOLDEN.weights[WK].astype(ml_dtypes.float8_e4m3fn), f"tensor {WK} is F8_E4M3;"),
     ):
         (tmp_path / name).mkdir()
-        folder = write(tmp_path / name / "source", {**GOLDEN.weights, WK: value})
+        folder = write_folder(tmp_path / name / "source", {**GOLDEN.weights, WK: value})
         assert told in refused(folder, capsys)
 
 
@@ -156,7 +141,7 @@ def test_missing_extra_and_misshapen_tensors_are_all_named(tmp_path, capsys):
     del tensors["model.layers.1.ffn_norm.weight"], tensors["lm_head.weight"]
     tensors["model.layers.9.attention.wq.weight"] = np.zeros((8, 8, 64), np.float32)
     tensors[WK] = np.ascontiguousarray(tensors[WK].swapaxes(1, 2))
-    line = refused(write(tmp_path / "source", tensors), capsys)
+    line = refused(write_folder(tmp_path / "source", tensors), capsys)
     for told in (
         "missing model.layers.1.ffn_norm.weight [64]",
         "missing lm_head.weight [128, 64]",
@@ -168,7 +153,7 @@ def test_missing_extra_and_misshapen_tensors_are_all_named(tmp_path, capsys):
 
 def test_integer_tensors_are_refused(tmp_path, capsys):
     tensors = {**GOLDEN.weights, WK: GOLDEN.weights[WK].astype(np.int8)}
-    line = refused(write(tmp_path / "source", tensors), capsys)
+    line = refused(write_folder(tmp_path / "source", tensors), capsys)
     assert f"tensor {WK} is I8; must be one of F32, BF16, F16" in line
 
 
@@ -256,7 +241,7 @@ def test_remote_code_is_never_run(folder, capsys, monkeypatch):
 def test_nan_weights_are_warned_of(tmp_path, value):
     tensors = {**GOLDEN.weights, WK: GOLDEN.weights[WK].copy()}
     tensors[WK][2, 1, 5:7] = value
-    folder = write(tmp_path / "source", tensors)
+    folder = write_folder(tmp_path / "source", tensors)
     told = f"{folder / SINGLE}: tensor {WK} holds 2 NaN or infinite values"
     with pytest.warns(UserWarning, match=told):
         assert cli.main(["import", str(folder), str(tmp_path / "out")]) == 0
@@ -285,7 +270,7 @@ def test_every_bit_pattern_is_judged_as_numpy_does(dtype):
 def test_values_beyond_a_narrower_dtype_are_warned_of(tmp_path):
     tensors = {**GOLDEN.weights, WK: GOLDEN.weights[WK].copy()}
     tensors[WK][0, 0, 0] = 1e6
-    folder = write(tmp_path / "source", tensors)
+    folder = write_folder(tmp_path / "source", tensors)
     with pytest.warns(UserWarning, match=rf"{WK}: 1 values exceed the range of float16"):
         convert.import_lanes(folder, tmp_path / "out", dtype="float16")
 
@@ -293,11 +278,11 @@ def test_values_beyond_a_narrower_dtype_are_warned_of(tmp_path):
 def test_tied_heads_as_the_config_says(tmp_path, capsys):
     embedding = GOLDEN.weights["model.tok_embeddings.weight"]
     without = {n: t for n, t in GOLDEN.weights.items() if n != "lm_head.weight"}
-    absent = write(tmp_path / "absent", without, tie_word_embeddings=True)
-    present = write(
+    absent = write_folder(tmp_path / "absent", without, tie_word_embeddings=True)
+    present = write_folder(
         tmp_path / "present", {**without, "lm_head.weight": embedding}, tie_word_embeddings=True
     )
-    other = write(tmp_path / "other", GOLDEN.weights, tie_word_embeddings=True)
+    other = write_folder(tmp_path / "other", GOLDEN.weights, tie_word_embeddings=True)
     ids = np.arange(10)[None]
     want = Laneformer.from_pretrained(absent)(ids)
     np.testing.assert_array_equal(Laneformer.from_pretrained(present)(ids), want)
@@ -308,7 +293,7 @@ def test_tied_heads_as_the_config_says(tmp_path, capsys):
     assert "lm_head.weight" not in TensorFolder(tmp_path / "out").specs
     capsys.readouterr()
     (tmp_path / "alone").mkdir()
-    untied = write(tmp_path / "alone" / "untied", without, tie_word_embeddings=False)
+    untied = write_folder(tmp_path / "alone" / "untied", without, tie_word_embeddings=False)
     assert "missing lm_head.weight [128, 64]" in refused(untied, capsys)
 
 
@@ -377,77 +362,3 @@ def test_verify_finds_a_tensor_that_changed_on_its_way(folder, tmp_path, monkeyp
     with pytest.raises(UserError, match=r"verify: tensor model.layers.1.feed_forward.w2.weight"):
         convert.import_lanes(folder, tmp_path / "out", check=True)
     assert [p.name for p in tmp_path.iterdir()] == ["source"]
-
-
-# Interruption
-
-
-_SLOW = """
-import signal, sys, time
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in jobs of a script
-from laneformer_jax import cli
-from laneformer_jax.checkpoint import convert, native
-def slow(of, name, last):
-    method = getattr(of, name)
-    def slowed(self, key, value):
-        method(self, key, value)
-        if key == last:
-            print("half-way", flush=True)
-            time.sleep(60)
-    setattr(of, name, slowed)
-slow(native.Writer, "add", "layer_001")
-slow(convert.TensorWriter, "write", "model.layers.1.attention.wo.weight")
-sys.exit(cli.main(sys.argv[1:]))
-"""
-
-
-@pytest.fixture
-def half_way(folder, tmp_path):
-    """Begins a conversion of `folder` and stops it in the middle: what it reads, the process."""
-
-    def begin(command):
-        source = folder
-        if command == "export":
-            convert.import_lanes(folder, source := tmp_path / "native")
-        arguments = [command, str(source), str(tmp_path / "out")]
-        process = subprocess.Popen(
-            [sys.executable, "-c", _SLOW, *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            cwd=Path(__file__).parents[3],
-        )
-        assert process.stdout.readline() == "half-way\n"
-        return source, process
-
-    return begin
-
-
-@pytest.mark.parametrize(
-    ("command", "number"),
-    [("import", signal.SIGINT), ("import", signal.SIGTERM), ("export", signal.SIGTERM)],
-)
-def test_an_interrupted_conversion_leaves_nothing(half_way, tmp_path, command, number):
-    source, process = half_way(command)
-    sources = {"source", source.name}
-    assert len(list(tmp_path.iterdir())) == len(sources) + 1
-    process.send_signal(number)
-    assert process.wait(60) == 130
-    assert {p.name for p in tmp_path.iterdir()} == sources
-
-
-@pytest.mark.parametrize("command", ["import", "export"])
-def test_a_killed_conversion_can_be_rerun_and_leaves_nothing(half_way, folder, tmp_path, command):
-    source, process = half_way(command)
-    running = [p for p in tmp_path.iterdir() if p.name.startswith(".out.")]
-    workplace.sweep(tmp_path / "out")  # of a conversion that still runs: not touched
-    assert [p for p in running if p.exists()] == running
-    process.kill()
-    process.wait(60)
-    time.sleep(0.1)
-    assert cli.main([command, str(source), str(tmp_path / "out")]) == 0
-    assert {p.name for p in tmp_path.iterdir()} == {"source", source.name, "out"}
-    exported = tmp_path / "out"
-    if command == "import":
-        convert.export(tmp_path / "out", exported := tmp_path / "again")
-    assert (exported / SINGLE).read_bytes() == (folder / SINGLE).read_bytes()
